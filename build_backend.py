@@ -1,0 +1,168 @@
+"""PEP 517 backend: setuptools, compiling against the torch that is already installed.
+
+pip and uv build in an isolated environment without torch. Listing torch in `requires` would put
+the newest torch there, not the one the extension will be loaded into. So every hook first looks
+for the environment that started the build and appends its packages to `sys.path`; where there is no
+torch at all, torch becomes a build requirement, and the wheel then requires that same version
+(setup.py sees to it). setup.py also uses `find_cuda_home` from here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from setuptools import build_meta
+
+_PYTHON_IN_ENV = Path("Scripts/python.exe" if os.name == "nt" else "bin/python3")
+_PROBE = """
+import importlib.util, json, sys
+spec = importlib.util.find_spec("torch")
+print(json.dumps([sys.implementation.cache_tag, spec and spec.origin, sys.path]))
+"""
+
+
+# --- The torch of the environment that asked for the build ----------------------------------------
+
+
+def _parent_interpreters() -> Iterator[str]:
+    """Pythons among our ancestors (`ENV/bin/python -m pip`) and uv's `--python ENV`. Linux only."""
+    pid = os.getppid()
+    try:
+        while pid > 1:
+            proc = Path("/proc", str(pid))
+            argv = proc.joinpath("cmdline").read_bytes().decode(errors="replace").split("\0")
+            name = Path(argv[0]).name
+            if name.startswith("python"):
+                yield shutil.which(argv[0]) or argv[0]
+            elif name == "uv":
+                match = re.search(r"\0(?:-p\0?|--python[\0=])([^\0]+)", "\0".join(argv))
+                if match:
+                    path = Path(match[1])
+                    yield str(path / _PYTHON_IN_ENV if path.is_dir() else path)
+            pid = int(proc.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return  # no /proc, or not ours to read: the other candidates remain
+
+
+def _candidate_interpreters() -> Iterator[str]:
+    """Interpreters that may own the target environment, most certain first."""
+    yield sys.executable  # pip's default isolation only patches sys.path: this is the user's Python
+    for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        if os.environ.get(variable):
+            yield str(Path(os.environ[variable]) / _PYTHON_IN_ENV)
+    yield from _parent_interpreters()
+    yield str(Path(".venv") / _PYTHON_IN_ENV)
+    build_env = Path(sys.prefix)
+    for directory in os.environ.get("PATH", "").split(os.pathsep):
+        if directory and build_env not in Path(directory).parents:
+            yield str(Path(directory) / _PYTHON_IN_ENV.name)
+
+
+def _probe(interpreter: str) -> tuple[str, list[str]] | None:
+    """(directory of torch, sys.path) as `interpreter` sees them; None if it is of no use to us."""
+    interpreter = os.path.abspath(interpreter)  # not resolve(): a venv's python is a symbolic link
+    hidden = ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONHOME")  # how pip hides the user's packages
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    try:
+        result = subprocess.run(
+            [interpreter, "-c", _PROBE],
+            env=env,
+            cwd=os.path.dirname(interpreter),  # -c puts the working directory on sys.path
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        cache_tag, origin, path = json.loads(result.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    if not origin or cache_tag != sys.implementation.cache_tag:
+        return None
+    return os.path.dirname(origin), [p for p in path if p and os.path.isdir(p)]
+
+
+def find_torch() -> Path | None:
+    """Make torch importable and return its directory; None on a machine without torch."""
+    spec = importlib.util.find_spec("torch")  # --no-build-isolation, or we asked for it below
+    if spec and spec.origin:
+        return Path(spec.origin).parent
+    for interpreter in dict.fromkeys(_candidate_interpreters()):
+        found = _probe(interpreter)
+        if found:
+            torch_dir, path = found
+            # Append: the isolated environment's setuptools and ninja keep priority.
+            sys.path += [p for p in path if p not in sys.path]
+            importlib.invalidate_caches()
+            print(f"fused_op: building against {torch_dir} (of {interpreter})", flush=True)
+            return Path(torch_dir)
+    return None
+
+
+# --- The CUDA toolkit -----------------------------------------------------------------------------
+
+
+def find_cuda_home() -> Path | None:
+    """Directory whose bin/nvcc compiles the kernels; None when there is no nvcc."""
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            return Path(os.environ[variable])
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        # Ask instead of guessing from the path: nvcc may be a wrapper script far from its toolkit.
+        command = [nvcc, "--dryrun", "-x", "cu", "-c", "-o", os.devnull, os.devnull]
+        dryrun = subprocess.run(command, capture_output=True, text=True)
+        top = re.search(r"^#\$ TOP=(.+)$", dryrun.stderr, re.MULTILINE)
+        return Path(top[1].strip()).resolve() if top else Path(nvcc).resolve().parents[1]
+    wheels = [Path(p, "nvidia", f"cu{major}") for p in sys.path for major in (13, 14)]
+    for home in (Path("/usr/local/cuda"), *wheels):
+        if home.joinpath("bin", "nvcc").exists():
+            return home
+    return None
+
+
+def _nvcc_wheels(torch_dir: Path) -> list[str]:
+    """The compiler, 100 MB of wheels, where torch has CUDA and the machine has no nvcc."""
+    version = torch_dir.joinpath("version.py").read_text()
+    cuda = re.search(r"^cuda\b.*=\s*'(\d+)\.(\d+)", version, re.MULTILINE)
+    # The wheels of CUDA 12 have another layout and no working toolkit directory.
+    if not cuda or int(cuda[1]) < 13 or os.environ.get("USE_CUDA") == "0" or find_cuda_home():
+        return []
+    parts = ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-runtime")
+    return [f"nvidia-{part}=={cuda[1]}.{cuda[2]}.*" for part in parts]
+
+
+# --- PEP 517 and PEP 660 hooks --------------------------------------------------------------------
+
+
+def _requires(config_settings: Any = None) -> list[str]:
+    """Build requirements beyond pyproject.toml. setup.py is not run for them: it would add none."""
+    torch_dir = find_torch()
+    return _nvcc_wheels(torch_dir) if torch_dir else ["torch"]
+
+
+def _with_torch(hook: Callable[..., str]) -> Callable[..., str]:
+    def wrapper(*args: Any, **kwargs: Any) -> str:
+        find_torch()
+        return hook(*args, **kwargs)
+
+    return wrapper
+
+
+get_requires_for_build_sdist = _requires
+get_requires_for_build_wheel = _requires
+get_requires_for_build_editable = _requires
+prepare_metadata_for_build_wheel = _with_torch(build_meta.prepare_metadata_for_build_wheel)
+prepare_metadata_for_build_editable = _with_torch(build_meta.prepare_metadata_for_build_editable)
+build_sdist = _with_torch(build_meta.build_sdist)
+build_wheel = _with_torch(build_meta.build_wheel)
+build_editable = _with_torch(build_meta.build_editable)

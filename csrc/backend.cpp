@@ -1,0 +1,124 @@
+// The one place where torch meets CUDA and threads: device guard, current stream, launch errors,
+// at::parallel_for. Not ATen/cuda/CUDAContext.h: it needs cuBLAS and cuSPARSE headers, which a bare
+// nvcc does not bring.
+#include "backend.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
+#include <pthread.h>
+
+#include <algorithm>
+
+#include "cpu/fused_op_cpu.h"
+
+#ifdef FUSED_OP_WITH_CUDA
+#include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "cuda/fused_op_kernel.h"
+#elif !defined(FUSED_OP_NO_CUDA_REASON)
+#define FUSED_OP_NO_CUDA_REASON "the build did not say why"
+#endif
+
+namespace fused_op::backend {
+namespace {
+
+// Below this many elements a thread's wake-up costs more than its share of the work.
+constexpr std::int64_t kElementsPerThread = 32768;
+
+// A forked child inherits the parent's OpenMP runtime, but none of its threads: a parallel region
+// there waits for them forever.
+bool in_forked_child = false;
+[[maybe_unused]] const int fork_handler_status =
+    pthread_atfork(nullptr, nullptr, [] { in_forked_child = true; });
+
+// Calls work(first, last) on ranges that together cover [0, count). An item is some `elements`.
+template <typename Work>
+void parallel_for(std::int64_t count, std::int64_t elements, const Work& work) {
+  if (in_forked_child) {
+    work(0, count);
+    return;
+  }
+  const std::int64_t grain = std::max<std::int64_t>(1, kElementsPerThread / elements);
+  at::parallel_for(0, count, grain, work);
+}
+
+#ifdef FUSED_OP_WITH_CUDA
+void check_launch(cudaError_t status, const char* what) {
+  TORCH_CHECK(status == cudaSuccess, "fused_op: the ", what,
+              " kernel could not be launched: ", cudaGetErrorString(status), " (",
+              cudaGetErrorName(status),
+              "). The cause may be an earlier kernel; CUDA_LAUNCH_BLOCKING=1 shows which.");
+}
+#else
+[[noreturn]] void fail_without_cuda() {
+  TORCH_CHECK(false, "fused_op was built without CUDA: ", FUSED_OP_NO_CUDA_REASON);
+}
+#endif
+
+}  // namespace
+
+at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
+  if (device.is_cpu()) {
+    return at::Tensor(at::detail::empty_cpu(sizes, dtype));
+  }
+#ifdef FUSED_OP_WITH_CUDA
+  return at::Tensor(at::detail::empty_cuda(sizes, dtype, device, std::nullopt));
+#else
+  fail_without_cuda();
+#endif
+}
+
+void norm_forward(const NormForwardArgs& args, at::Device device) {
+  if (device.is_cpu()) {
+    parallel_for(args.rows, args.cols, [&args](std::int64_t first_row, std::int64_t last_row) {
+      cpu::norm_forward(args, first_row, last_row);
+    });
+    return;
+  }
+#ifdef FUSED_OP_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(device);
+  check_launch(cuda::norm_forward(args, c10::cuda::getCurrentCUDAStream()), "forward");
+#else
+  fail_without_cuda();
+#endif
+}
+
+std::size_t norm_backward_workspace(const NormBackwardArgs& args, at::Device device) {
+  if (device.is_cpu()) {
+    return cpu::norm_backward_workspace(args);
+  }
+#ifdef FUSED_OP_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(device);
+  return cuda::norm_backward_workspace(args);
+#else
+  fail_without_cuda();
+#endif
+}
+
+void norm_backward(const NormBackwardArgs& args, at::Device device) {
+  if (device.is_cpu()) {
+    const std::int64_t chunks = cpu::norm_backward_chunks(args);
+    const std::int64_t rows_per_chunk = (args.rows + chunks - 1) / chunks;
+    parallel_for(chunks, rows_per_chunk * args.cols,
+                 [&args](std::int64_t first_chunk, std::int64_t last_chunk) {
+                   cpu::norm_backward_rows(args, first_chunk, last_chunk);
+                 });
+    if (args.grad_weight != nullptr || args.grad_bias != nullptr) {
+      parallel_for(args.cols, chunks, [&args](std::int64_t first_col, std::int64_t last_col) {
+        cpu::norm_backward_columns(args, first_col, last_col);
+      });
+    }
+    return;
+  }
+#ifdef FUSED_OP_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(device);
+  check_launch(cuda::norm_backward(args, c10::cuda::getCurrentCUDAStream()), "backward");
+#else
+  fail_without_cuda();
+#endif
+}
+
+}  // namespace fused_op::backend

@@ -1,0 +1,161 @@
+// What an op accepts, and the sentence for everything else: op, expectation, finding. Shared by all
+// ops. Where PyTorch's own layer_norm and rms_norm have an error for the same mistake, the sentence
+// contains theirs and has its exception type, so that code which looks for it keeps working.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+namespace fused_op {
+
+// The public function that a user called.
+inline const char* op_name(std::string_view norm, bool adds_residual) {
+  if (norm == "rms_norm") {
+    return adds_residual ? "fused_add_rms_norm" : "fused_rms_norm";
+  }
+  return adds_residual ? "fused_add_layer_norm" : "fused_layer_norm";
+}
+
+inline bool is_supported(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 ||
+         dtype == at::kDouble;
+}
+
+// Parameters have the input's dtype; beside 16-bit inputs they may also be f32.
+inline bool is_supported_pair(at::ScalarType input, at::ScalarType param) {
+  return is_supported(input) &&
+         (param == input || (param == at::kFloat && c10::elementSize(input) == 2));
+}
+
+inline void check_eps(const char* op, double eps) {
+  TORCH_CHECK_VALUE(std::isfinite(eps), op, ": eps must be finite, got ", eps);
+}
+
+inline void check_dense(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.layout() == at::kStrided && !tensor.is_nested(), op, ": ", name,
+              " must be a dense (strided) tensor, got ",
+              tensor.is_nested() ? "a nested one of layout " : "layout ", tensor.layout());
+}
+
+// Layout, dtype and device hold for every kind of tensor, also fake, sharded and transformed ones.
+inline void check_input_kind(const char* op, const char* name, const at::Tensor& tensor) {
+  check_dense(op, name, tensor);
+  TORCH_CHECK_NOT_IMPLEMENTED(is_supported(tensor.scalar_type()), op, ": not implemented for '",
+                              tensor.scalar_type(), "': ", name,
+                              " must be float16, bfloat16, float32 or float64");
+}
+
+inline void check_device(const char* op, const char* name, const at::Tensor& tensor,
+                         const at::Tensor& input) {
+  TORCH_CHECK(tensor.device() == input.device(), op, ": ", name, ": Tensor on device ",
+              tensor.device(), " is not on the expected device ", input.device(), " of input");
+}
+
+inline void check_param_kind(const char* op, const char* name, const at::Tensor& param,
+                             const at::Tensor& input) {
+  check_dense(op, name, param);
+  TORCH_CHECK(is_supported_pair(input.scalar_type(), param.scalar_type()), op,
+              ": mixed dtype: expect parameter to have scalar type of ",
+              c10::elementSize(input.scalar_type()) == 2 ? "Float or " : "", input.scalar_type(),
+              " for input of ", input.scalar_type(), ", got ", name, " of ", param.scalar_type());
+  check_device(op, name, param, input);
+}
+
+inline void check_like_input_kind(const char* op, const char* name, const at::Tensor& tensor,
+                                  const at::Tensor& input) {
+  check_input_kind(op, name, tensor);
+  TORCH_CHECK(tensor.scalar_type() == input.scalar_type(), op, ": ", name,
+              " must have the dtype of input, ", input.scalar_type(), ", got ",
+              tensor.scalar_type());
+  check_device(op, name, tensor, input);
+}
+
+inline void check_kinds(const char* op, const at::Tensor& input,
+                        const std::optional<at::Tensor>& residual,
+                        const std::optional<at::Tensor>& weight,
+                        const std::optional<at::Tensor>& bias) {
+  check_input_kind(op, "input", input);
+  if (residual) {
+    check_like_input_kind(op, "residual", *residual, input);
+  }
+  if (weight) {
+    check_param_kind(op, "weight", *weight, input);
+  }
+  if (bias) {
+    check_param_kind(op, "bias", *bias, input);
+  }
+  TORCH_CHECK(!weight || !bias || weight->scalar_type() == bias->scalar_type(), op,
+              ": weight and bias must have one dtype, got ", weight->scalar_type(), " and ",
+              bias->scalar_type());
+}
+
+// Whether the dtypes do not fit together, but would after a cast to one of the supported pairs.
+inline bool can_cast(const at::Tensor& input, const std::optional<at::Tensor>& residual,
+                     const std::optional<at::Tensor>& weight,
+                     const std::optional<at::Tensor>& bias) {
+  bool fits = true;
+  for (const auto* const other : {&residual, &weight, &bias}) {
+    if (*other && !is_supported((*other)->scalar_type())) {
+      return false;
+    }
+  }
+  fits = fits && (!residual || residual->scalar_type() == input.scalar_type());
+  fits = fits && (!weight || is_supported_pair(input.scalar_type(), weight->scalar_type()));
+  fits = fits && (!bias || is_supported_pair(input.scalar_type(), bias->scalar_type()));
+  fits = fits && (!weight || !bias || weight->scalar_type() == bias->scalar_type());
+  return is_supported(input.scalar_type()) && !fits;
+}
+
+inline void check_bias_allowed(const char* op, bool has_mean, bool has_bias) {
+  TORCH_CHECK(has_mean || !has_bias, op, ": rms_norm has no bias, so that it must be None");
+}
+
+inline void check_same_shape(const char* op, const char* name, const at::Tensor& tensor,
+                             const at::Tensor& input) {
+  TORCH_CHECK(tensor.sizes() == input.sizes(), op, ": ", name, " must have the shape of input, ",
+              input.sizes(), ", got ", tensor.sizes());
+}
+
+inline void check_normalized_ndim(const char* op, std::int64_t normalized_ndim,
+                                  const at::Tensor& input) {
+  TORCH_CHECK(input.dim() > 0, op, ": input must have at least one dimension, got a 0-dim tensor");
+  TORCH_CHECK(normalized_ndim > 0, op,
+              ": Expected normalized_shape to be at least 1-dimensional, i.e., containing at least "
+              "one element, but got normalized_shape = [] (",
+              normalized_ndim, " dimensions)");
+  TORCH_CHECK(normalized_ndim <= input.dim(), op, ": cannot normalise over the last ",
+              normalized_ndim, " dimensions of input of shape ", input.sizes());
+}
+
+inline void check_param_shape(const char* op, const char* name, const at::Tensor& param,
+                              at::IntArrayRef normalized_shape, const at::Tensor& input) {
+  TORCH_CHECK(param.sizes() == normalized_shape, op, ": Expected ", name,
+              " to be of same shape as normalized_shape, but got ", name, " of shape ",
+              param.sizes(), " and normalized_shape = ", normalized_shape,
+              " (the last dimensions of input of shape ", input.sizes(), ")");
+}
+
+// Backward never sees bias, so that the dtype of the parameters comes as an argument of its own.
+inline void check_param_dtype(const char* op, const std::optional<at::Tensor>& weight,
+                              at::ScalarType param_dtype, at::ScalarType input_dtype) {
+  TORCH_CHECK(is_supported_pair(input_dtype, param_dtype) &&
+                  (!weight || weight->scalar_type() == param_dtype),
+              op, ": param_dtype must be the dtype of weight and bias, and fit x of ", input_dtype,
+              ", got ", param_dtype);
+}
+
+inline void check_stats(const char* op, const at::Tensor& stats, at::IntArrayRef shape,
+                        at::ScalarType dtype, at::Device device) {
+  TORCH_CHECK(stats.layout() == at::kStrided && stats.sizes() == shape &&
+                  stats.scalar_type() == dtype && stats.device() == device,
+              op, ": stats must be what norm_forward returned for x: ", dtype, " of shape ", shape,
+              " on ", device, ", got ", stats.scalar_type(), " of shape ", stats.sizes(), " on ",
+              stats.device());
+}
+
+}  // namespace fused_op

@@ -1,0 +1,188 @@
+// Every formula of the library, once for both backends.
+//
+//   LayerNorm  x̂ = (x - mean) · rstd    rstd = 1 / √(Σ(x - mean)²/cols + eps)    y = x̂·weight +
+//   bias RMSNorm    x̂ = x · rstd             rstd = 1 / √(Σx²/cols + eps)             y = x̂·weight
+//
+// Backward, with wdy = dy·weight:
+//   LayerNorm  dx = rstd · (wdy - Σwdy/cols - x̂·Σ(wdy·x̂)/cols)    RMSNorm: without the middle term
+//   dweight = Σ over rows of dy·x̂,  dbias = Σ over rows of dy
+//
+// Sources: Ba, Kiros & Hinton 2016 (arXiv:1607.06450); Zhang & Sennrich 2019 (arXiv:1910.07467);
+// merging of moments: Chan, Golub & LeVeque 1983.  Torch-free.
+#pragma once
+
+#include <cmath>
+
+#include "core/pack.h"
+
+namespace fused_op {
+
+// Rows whose squares overflow (|x| above 1e19 in float) are taken times a power of two. Rows with
+// a smaller rstd than kTinyRstd are read with that scale in backward too, so that x - mean cannot
+// overflow there.
+template <typename A>
+struct Rescue;
+template <>
+struct Rescue<float> {
+  static constexpr float kScale = 0x1p-100f;
+  static constexpr float kInverseScale = 0x1p100f;
+  static constexpr float kTinyRstd = 0x1p-60f;
+};
+template <>
+struct Rescue<double> {
+  static constexpr double kScale = 0x1p-800;
+  static constexpr double kInverseScale = 0x1p800;
+  static constexpr double kTinyRstd = 0x1p-500;
+};
+
+// a·b + c, in one rounding where the machine has the instruction. (std::fma without it is a call
+// into the C library, forty times slower, on every baseline x86-64 build.)
+template <typename A>
+FUSED_OP_HD A multiply_add(A a, A b, A c) {
+#ifdef __CUDA_ARCH__
+  return fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// Of `count` values: mean + rest is their mean in about twice the precision of A, `second` the sum
+// of squared deviations from it (RMSNorm: mean = rest = 0, the sum of squares). The rest matters
+// where |mean| >> deviation: at 1e4 the rounding of the mean alone would be 5e-4 deviations.
+template <typename A>
+struct Moments {
+  A mean;
+  A rest;
+  A second;
+};
+
+template <typename A>
+FUSED_OP_HD A reciprocal_sqrt(A value) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(A) == 4) {
+    // The instruction errs by two units in the last place; one Newton step brings it to one.
+    const float estimate = rsqrtf(value);
+    return fmaf(0.5f * estimate, fmaf(-value * estimate, estimate, 1.0f), estimate);
+  } else {
+    return rsqrt(value);
+  }
+#else
+  return A(1) / std::sqrt(value);
+#endif
+}
+
+// What turns an element of one row into x̂.
+template <typename A>
+struct Normalizer {
+  A scale;  // 1, or the power of two of an overflowing row
+  A mean;   // of scale·x
+  A shift;  // -rest · rstd
+  A rstd;   // of scale·x
+
+  FUSED_OP_HD A true_rstd() const { return rstd * scale; }
+};
+
+// A row's statistics as backward finds them.
+template <typename A>
+struct SavedStats {
+  A mean;
+  A rstd;
+
+  FUSED_OP_HD Normalizer<A> normalizer() const {
+    if (rstd < Rescue<A>::kTinyRstd) {
+      return {Rescue<A>::kScale, mean * Rescue<A>::kScale, A(0), rstd * Rescue<A>::kInverseScale};
+    }
+    return {A(1), mean, A(0), rstd};
+  }
+};
+
+template <typename A>
+FUSED_OP_HD bool overflowed(const Moments<A>& moments) {
+  return !(moments.second <= (sizeof(A) == 4 ? static_cast<A>(3.4e38) : static_cast<A>(1.7e308)));
+}
+
+struct LayerNorm {
+  static constexpr bool kCentered = true;  // has a mean, and so a bias
+  static constexpr int kStats = 2;         // rows of the statistics: mean, rstd
+  static constexpr int kGrads = 2;         // parameter gradients: weight, bias
+
+  template <typename A>
+  FUSED_OP_HD static Normalizer<A> normalizer(const Moments<A>& moments, A scale, A inverse_cols,
+                                              A eps) {
+    const A rstd = reciprocal_sqrt(moments.second * inverse_cols + eps * scale * scale);
+    return {scale, moments.mean, -moments.rest * rstd, rstd};
+  }
+  template <typename A>
+  FUSED_OP_HD static A normalized(A x, const Normalizer<A>& n) {
+    return multiply_add(multiply_add(x, n.scale, -n.mean), n.rstd, n.shift);
+  }
+
+  template <typename A>
+  FUSED_OP_HD static void save(const Normalizer<A>& n, const Moments<A>& moments, A* stats,
+                               std::int64_t row, std::int64_t rows) {
+    stats[row] =
+        (moments.mean + moments.rest) * (n.scale == A(1) ? A(1) : Rescue<A>::kInverseScale);
+    stats[rows + row] = n.true_rstd();
+  }
+  template <typename A>
+  FUSED_OP_HD static SavedStats<A> saved(const A* stats, std::int64_t row, std::int64_t rows) {
+    return {stats[row], stats[rows + row]};
+  }
+};
+
+struct RmsNorm {
+  static constexpr bool kCentered = false;
+  static constexpr int kStats = 1;
+  static constexpr int kGrads = 1;
+
+  template <typename A>
+  FUSED_OP_HD static Normalizer<A> normalizer(const Moments<A>& moments, A scale, A inverse_cols,
+                                              A eps) {
+    return {scale, A(0), A(0),
+            reciprocal_sqrt(moments.second * inverse_cols + eps * scale * scale)};
+  }
+  template <typename A>
+  FUSED_OP_HD static A normalized(A x, const Normalizer<A>& n) {
+    return x * n.scale * n.rstd;
+  }
+  template <typename A>
+  FUSED_OP_HD static void save(const Normalizer<A>& n, const Moments<A>&, A* stats,
+                               std::int64_t row, std::int64_t) {
+    stats[row] = n.true_rstd();
+  }
+  template <typename A>
+  FUSED_OP_HD static SavedStats<A> saved(const A* stats, std::int64_t row, std::int64_t) {
+    return {A(0), stats[row]};
+  }
+};
+
+// The two sums that a row's gradient needs.
+template <typename A>
+struct PullbackSums {
+  A wdy_xhat;
+  A wdy;
+
+  FUSED_OP_HD void add(A grad, A xhat) {
+    wdy_xhat = multiply_add(grad, xhat, wdy_xhat);
+    wdy += grad;
+  }
+};
+
+// The row's linear map from wdy and x̂ to dx, with the sums folded into three constants.
+template <typename Norm, typename A>
+struct Pullback {
+  A rstd;
+  A along_xhat;
+  A constant;
+
+  FUSED_OP_HD Pullback(const PullbackSums<A>& sums, const Normalizer<A>& n, A inverse_cols)
+      : rstd(n.true_rstd()),
+        along_xhat(sums.wdy_xhat * inverse_cols * rstd),
+        constant(Norm::kCentered ? sums.wdy * inverse_cols * rstd : A(0)) {}
+
+  FUSED_OP_HD A operator()(A wdy, A xhat) const {
+    return multiply_add(-xhat, along_xhat, multiply_add(wdy, rstd, -constant));
+  }
+};
+
+}  // namespace fused_op

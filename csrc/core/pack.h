@@ -1,0 +1,153 @@
+// A few neighbouring elements of a row, as they lie in memory, and their way to and from
+// accumulator precision. How packs are read and written is an access policy: ByteAccess here takes
+// any address (the CPU's only one), cuda/row_access.cuh has the GPU's. Torch-free.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#define FUSED_OP_HD __host__ __device__ __forceinline__
+#else
+#define FUSED_OP_HD inline
+#endif
+
+namespace fused_op {
+
+// Sums and formulas of an element type T are computed in Accumulator<T>.
+template <typename T>
+struct AccumulatorOf {
+  using type = float;
+};
+template <>
+struct AccumulatorOf<double> {
+  using type = double;
+};
+template <typename T>
+using Accumulator = typename AccumulatorOf<T>::type;
+
+constexpr int kVectorBytes = 16;  // the widest load of one GPU thread
+template <typename T>
+constexpr int kVector = kVectorBytes / static_cast<int>(sizeof(T));
+
+// Held as 32-bit words, as they arrive: a pack of 16-bit values that two branches fill would be
+// taken apart and put together again at every turn (H200, bf16, 131072x1024: forward 194 us, 130 in
+// words). float parameters beside 16-bit elements make packs of 32 bytes: two vector instructions.
+template <typename T, int N>
+struct alignas(sizeof(T) * N < kVectorBytes ? sizeof(T) * N : kVectorBytes) Pack {
+  static_assert(sizeof(T) * N % sizeof(std::uint32_t) == 0);
+  std::uint32_t words[sizeof(T) * N / sizeof(std::uint32_t)];
+};
+
+template <typename T, int N>
+FUSED_OP_HD Pack<T, N> as_pack(const T (&values)[N]) {
+  Pack<T, N> pack;
+  memcpy(pack.words, values, sizeof(pack.words));
+  return pack;
+}
+
+// Access policies have load, load_or and store with these arguments: the pack begins at column
+// `col` of a row `width` columns wide; elements past the row's end load as `absent` and are not
+// stored.
+struct ByteAccess {
+  template <int N, typename T>
+  FUSED_OP_HD static Pack<T, N> load(const T* row, std::int64_t col, std::int64_t width,
+                                     float absent = 0) {
+    if (col + N <= width) {
+      Pack<T, N> pack;
+      memcpy(pack.words, row + col, sizeof(pack.words));
+      return pack;
+    }
+    T values[N];
+    for (int j = 0; j < N; ++j) {
+      values[j] = static_cast<T>(absent);
+      if (col + j < width) {
+        memcpy(&values[j], row + col + j, sizeof(T));
+      }
+    }
+    return as_pack(values);
+  }
+
+  // Parameters that may be absent: null means `absent` everywhere.
+  template <int N, typename T>
+  FUSED_OP_HD static Pack<T, N> load_or(const T* row, std::int64_t col, std::int64_t width,
+                                        float absent) {
+    return load<N>(row, col, row != nullptr ? width : 0, absent);
+  }
+
+  template <typename T, int N>
+  FUSED_OP_HD static void store(T* row, std::int64_t col, std::int64_t width,
+                                const Pack<T, N>& pack) {
+    if (col < width) {
+      const std::int64_t valid = width - col < N ? width - col : N;
+      memcpy(row + col, pack.words, static_cast<std::size_t>(valid) * sizeof(T));
+    }
+  }
+};
+
+// Elements to accumulator precision, exactly.
+template <typename T, int N>
+FUSED_OP_HD void unpack(const Pack<T, N>& pack, Accumulator<T> (&values)[N]) {
+  T elements[N];
+  memcpy(elements, pack.words, sizeof(pack.words));
+  for (int j = 0; j < N; ++j) {
+    values[j] = static_cast<Accumulator<T>>(elements[j]);
+  }
+}
+
+// Back to elements: the one rounding.
+template <typename T, int N>
+FUSED_OP_HD Pack<T, N> pack_from(const Accumulator<T> (&values)[N]) {
+  T elements[N];
+  for (int j = 0; j < N; ++j) {
+    elements[j] = static_cast<T>(values[j]);
+  }
+  return as_pack(elements);
+}
+
+#ifdef __CUDACC__
+// Pairs of 16-bit elements convert in one or two instructions on a 32-bit word; one element at a
+// time costs about twice the instructions, which bounds a kernel at this memory speed.
+template <int N>
+FUSED_OP_HD void unpack(const Pack<__nv_bfloat16, N>& pack, float (&values)[N]) {
+  for (int j = 0; j < N / 2; ++j) {
+    const std::uint32_t low = pack.words[j] << 16;
+    const std::uint32_t high = pack.words[j] & 0xffff0000u;
+    memcpy(&values[2 * j], &low, sizeof(float));
+    memcpy(&values[2 * j + 1], &high, sizeof(float));
+  }
+}
+template <int N>
+FUSED_OP_HD void unpack(const Pack<__half, N>& pack, float (&values)[N]) {
+  for (int j = 0; j < N / 2; ++j) {
+    __half2 pair;
+    memcpy(&pair, &pack.words[j], sizeof(pair));
+    const float2 both = __half22float2(pair);
+    values[2 * j] = both.x;
+    values[2 * j + 1] = both.y;
+  }
+}
+template <>
+FUSED_OP_HD Pack<__nv_bfloat16, 8> pack_from(const float (&values)[8]) {
+  Pack<__nv_bfloat16, 8> pack;
+  for (int j = 0; j < 4; ++j) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(values[2 * j], values[2 * j + 1]);
+    memcpy(&pack.words[j], &pair, sizeof(pair));
+  }
+  return pack;
+}
+template <>
+FUSED_OP_HD Pack<__half, 8> pack_from(const float (&values)[8]) {
+  Pack<__half, 8> pack;
+  for (int j = 0; j < 4; ++j) {
+    const __half2 pair = __floats2half2_rn(values[2 * j], values[2 * j + 1]);
+    memcpy(&pack.words[j], &pair, sizeof(pair));
+  }
+  return pack;
+}
+#endif
+
+}  // namespace fused_op

@@ -1,0 +1,85 @@
+// Where the row that is normalised comes from (forward), and what else its gradient carries
+// (backward). A fusion in front of the norm is one more struct here; both backends have it at once.
+// Torch-free.
+#pragma once
+
+#include "core/norm_args.h"
+#include "core/pack.h"
+
+namespace fused_op {
+
+template <typename T>
+FUSED_OP_HD const T* row_of(const ConstRows& rows, std::int64_t row) {
+  return static_cast<const T*>(rows.data) + row * rows.stride;
+}
+
+// The row is the input.
+template <typename T>
+struct Plain {
+  using Element = T;
+  static constexpr int kGradStreams = 2;  // backward reads x, dy
+
+  // fetch() only loads, so that a caller can have many in flight; finish() computes.
+  template <int N>
+  using Fetched = Pack<T, N>;
+
+  const T* input;
+
+  FUSED_OP_HD Plain(const NormForwardArgs& args, std::int64_t row)
+      : input(row_of<T>(args.input, row)) {}
+
+  template <typename Access, int N, typename Col>
+  FUSED_OP_HD Fetched<N> fetch(Col col, Col width) const {
+    return Access::template load<N>(input, col, width);
+  }
+  template <typename Access, int N, typename Col>
+  FUSED_OP_HD Pack<T, N> finish(const Fetched<N>& fetched, Col, Col) const {
+    return fetched;
+  }
+  // Where the finished row can be read again.
+  FUSED_OP_HD const T* row() const { return input; }
+};
+
+// The row is input + residual, rounded to T and stored as the new residual: the statistics are
+// those of the stored sum, so that backward, which reads it, finds the same normalised values.
+template <typename T>
+struct AddResidual {
+  using Element = T;
+  static constexpr int kGradStreams = 3;  // backward reads x, dy and the gradient of the sum
+
+  template <int N>
+  struct Fetched {
+    Pack<T, N> input;
+    Pack<T, N> residual;
+  };
+
+  const T* input;
+  const T* residual;
+  T* sum;
+
+  FUSED_OP_HD AddResidual(const NormForwardArgs& args, std::int64_t row)
+      : input(row_of<T>(args.input, row)),
+        residual(row_of<T>(args.residual, row)),
+        sum(static_cast<T*>(args.sum) + row * args.cols) {}
+
+  template <typename Access, int N, typename Col>
+  FUSED_OP_HD Fetched<N> fetch(Col col, Col width) const {
+    return {Access::template load<N>(input, col, width),
+            Access::template load<N>(residual, col, width)};
+  }
+  template <typename Access, int N, typename Col>
+  FUSED_OP_HD Pack<T, N> finish(const Fetched<N>& fetched, Col col, Col width) const {
+    Accumulator<T> total[N], addend[N];
+    unpack(fetched.input, total);
+    unpack(fetched.residual, addend);
+    for (int j = 0; j < N; ++j) {
+      total[j] += addend[j];
+    }
+    const Pack<T, N> stored = pack_from<T, N>(total);
+    Access::store(sum, col, width, stored);
+    return stored;
+  }
+  FUSED_OP_HD const T* row() const { return sum; }
+};
+
+}  // namespace fused_op

@@ -1,0 +1,59 @@
+// The doors of the CUDA backend: dtypes to the launchers of launch_*.cu, and what is known of the
+// device. Torch-free:
+// nvcc -std=c++20 -O3 -Icsrc -arch=sm_90 -c csrc/cuda/fused_op_kernel.cu
+#include <array>
+#include <mutex>
+
+#include "core/dispatch.h"
+#include "cuda/fused_op_kernel.h"
+#include "cuda/launch.h"
+
+namespace fused_op::cuda {
+namespace {
+
+struct CudaTypes {
+  using Float16 = __half;
+  using BFloat16 = __nv_bfloat16;
+};
+
+DeviceInfo read_device_info(int device) {
+  DeviceInfo info{};
+  int major = 0;
+  cudaDeviceGetAttribute(&info.multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  cudaDeviceGetAttribute(&info.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  info.overlaps_launches = major >= 9;
+  return info;
+}
+
+}  // namespace
+
+const DeviceInfo& device_info() {
+  constexpr int kMaxDevices = 64;
+  static std::array<DeviceInfo, kMaxDevices> known;
+  static std::array<std::once_flag, kMaxDevices> once;
+  int device = 0;
+  cudaGetDevice(&device);
+  std::call_once(once[device], [&] { known[device] = read_device_info(device); });
+  return known[device];
+}
+
+cudaError_t norm_forward(const NormForwardArgs& args, cudaStream_t stream) {
+  return with_dtypes<CudaTypes>(args.dtype, args.param_dtype, [&]<typename T, typename W>() {
+    return launch_forward<T, W>(args, stream);
+  });
+}
+
+std::size_t norm_backward_workspace(const NormBackwardArgs& args) {
+  return with_dtypes<CudaTypes>(args.dtype, args.param_dtype, [&]<typename T, typename W>() {
+    return backward_workspace<T, W>(args);
+  });
+}
+
+cudaError_t norm_backward(const NormBackwardArgs& args, cudaStream_t stream) {
+  return with_dtypes<CudaTypes>(args.dtype, args.param_dtype, [&]<typename T, typename W>() {
+    return launch_backward<T, W>(args, stream);
+  });
+}
+
+}  // namespace fused_op::cuda

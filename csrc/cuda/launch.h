@@ -1,0 +1,30 @@
+// Between fused_op_kernel.cu (dtypes) and launch_*.cu (everything below a dtype pair): one launcher
+// per pair of element and parameter type, instantiated in its own file so that they build in
+// parallel and rebuild alone.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "core/norm_args.h"
+
+namespace fused_op::cuda {
+
+struct DeviceInfo {
+  int multiprocessors;
+  int shared_bytes;        // of one CTA, opted in
+  bool overlaps_launches;  // programmatic dependent launch (sm_90)
+};
+const DeviceInfo& device_info();  // of the current device; read once per process
+
+template <typename T, typename W>
+cudaError_t launch_forward(const NormForwardArgs& args, cudaStream_t stream);
+template <typename T, typename W>
+std::size_t backward_workspace(const NormBackwardArgs& args);
+template <typename T, typename W>
+cudaError_t launch_backward(const NormBackwardArgs& args, cudaStream_t stream);
+
+}  // namespace fused_op::cuda

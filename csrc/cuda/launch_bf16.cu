@@ -1,0 +1,13 @@
+// The kernels of one dtype pair: elements, then parameters. Torch-free:
+// nvcc -std=c++20 -O3 -Icsrc -arch=sm_90 -Xptxas -v -c csrc/cuda/launch_bf16.cu
+#include "cuda/launch.cuh"
+
+namespace fused_op::cuda {
+
+template cudaError_t launch_forward<__nv_bfloat16, __nv_bfloat16>(const NormForwardArgs&,
+                                                                  cudaStream_t);
+template std::size_t backward_workspace<__nv_bfloat16, __nv_bfloat16>(const NormBackwardArgs&);
+template cudaError_t launch_backward<__nv_bfloat16, __nv_bfloat16>(const NormBackwardArgs&,
+                                                                   cudaStream_t);
+
+}  // namespace fused_op::cuda

@@ -1,0 +1,11 @@
+// The kernels of one dtype pair: elements, then parameters. Torch-free:
+// nvcc -std=c++20 -O3 -Icsrc -arch=sm_90 -Xptxas -v -c csrc/cuda/launch_f32.cu
+#include "cuda/launch.cuh"
+
+namespace fused_op::cuda {
+
+template cudaError_t launch_forward<float, float>(const NormForwardArgs&, cudaStream_t);
+template std::size_t backward_workspace<float, float>(const NormBackwardArgs&);
+template cudaError_t launch_backward<float, float>(const NormBackwardArgs&, cudaStream_t);
+
+}  // namespace fused_op::cuda

@@ -1,0 +1,54 @@
+// Sums over the threads of one row: lane -> warp -> warps in index order. The order is a function
+// of the row's tile alone (never of the grid, the row's number or its address), so a row gives the
+// same bits wherever it stands. Device code only; torch-free.
+#pragma once
+
+#include "core/norm_math.h"
+
+namespace fused_op::cuda {
+
+constexpr int kWarpSize = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Sum over groups of kLanes neighbouring lanes; valid in every lane. All 32 lanes must call.
+template <int kLanes, typename A>
+__device__ __forceinline__ A lane_sum(A value) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(kAllLanes, value, offset);
+  }
+  return value;
+}
+
+// Barrier among the `threads` of one row; rows of one CTA use different ids.
+__device__ __forceinline__ void row_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id + 1), "r"(threads) : "memory");
+}
+
+// Moments of one warp's share of a row, with the number of elements they stand for.
+template <typename A>
+struct WarpMoments {
+  A count;
+  Moments<A> moments;
+};
+
+// Merges what lane i holds for part i, over groups of kLanes lanes (lanes without a part hold count
+// 0). Means are compared with the merged mean, never squared on their own: no cancellation.
+template <bool kCentered, typename A>
+__device__ __forceinline__ Moments<A> merge_moments(const WarpMoments<A>& part, A cols,
+                                                    A inverse_cols) {
+  Moments<A> merged{};
+  A deviation = 0;
+  if constexpr (kCentered) {
+    merged.mean = lane_sum<kWarpSize>(part.count * part.moments.mean) * inverse_cols;
+    deviation = part.count > A(0) ? part.moments.mean - merged.mean + part.moments.rest : A(0);
+    merged.rest = lane_sum<kWarpSize>(part.count * deviation) * inverse_cols;
+  }
+  merged.second = lane_sum<kWarpSize>(part.moments.second + part.count * deviation * deviation);
+  if constexpr (kCentered) {
+    merged.second -= cols * merged.rest * merged.rest;
+  }
+  return merged;
+}
+
+}  // namespace fused_op::cuda

@@ -1,0 +1,60 @@
+// The registrations, and nothing else: each op once with the dispatcher (torch.ops.fused_op, which
+// torch.compile sees) and once in the Python module fused_op_cuda (which eager calls use).
+#include "fused_op.h"
+
+#include <torch/library.h>
+
+#include "routing.h"
+
+#ifndef FUSED_OP_NO_CUDA_REASON
+#define FUSED_OP_NO_CUDA_REASON ""
+#endif
+
+// Further files add to the namespace with TORCH_LIBRARY_FRAGMENT.
+TORCH_LIBRARY(fused_op, m) {
+  m.def(
+      "norm_forward(str norm, Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, "
+      "int normalized_ndim, float eps, bool save_stats) "
+      "-> (Tensor output, Tensor sum, Tensor stats)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "norm_backward(str norm, Tensor grad_output, Tensor? grad_sum, Tensor x, Tensor? weight, "
+      "Tensor stats, int normalized_ndim, ScalarType param_dtype, bool[3] wanted) "
+      "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+      {at::Tag::pt2_compliant_tag});
+}
+
+// Also in a build without CUDA: its error names the reason.
+TORCH_LIBRARY_IMPL(fused_op, CPU, m) {
+  m.impl("norm_forward", &fused_op::Dispatched<fused_op::norm_forward>::call);
+  m.impl("norm_backward", &fused_op::Dispatched<fused_op::norm_backward>::call);
+}
+
+TORCH_LIBRARY_IMPL(fused_op, CUDA, m) {
+  m.impl("norm_forward", &fused_op::Dispatched<fused_op::norm_forward>::call);
+  m.impl("norm_backward", &fused_op::Dispatched<fused_op::norm_backward>::call);
+}
+
+PYBIND11_MODULE(fused_op_cuda, m) {
+  m.doc() = "The compiled half of fused_op: CPU and CUDA kernels behind one door.";
+  m.def("norm", &fused_op::route_norm);
+  m.def("norm_forward", &fused_op::route_norm_forward);
+  m.def("norm_backward", &fused_op::route_norm_backward);
+
+  m.attr("AUTOGRAD") = int{fused_op::kAutograd};
+  m.attr("DISPATCH") = int{fused_op::kDispatch};
+  m.attr("COMPOSITE") = int{fused_op::kComposite};
+  m.attr("CAST") = int{fused_op::kCast};
+
+  m.def("build_info", [] {
+    using pybind11::literals::operator""_a;
+#ifdef NDEBUG
+    const bool debug = false;
+#else
+    const bool debug = true;
+#endif
+    return pybind11::dict("version"_a = FUSED_OP_VERSION, "torch"_a = FUSED_OP_TORCH_VERSION,
+                          "cuda"_a = FUSED_OP_CUDA_VERSION, "cuda_archs"_a = FUSED_OP_CUDA_ARCHS,
+                          "no_cuda_reason"_a = FUSED_OP_NO_CUDA_REASON, "debug"_a = debug);
+  });
+}

@@ -1,0 +1,190 @@
+"""Build of the extension module `fused_op_cuda`: CPU backend always, CUDA backend when possible.
+
+Environment variables:
+    USE_CUDA=auto|0|1     0: CPU only; 1: fail without CUDA; auto (default): see cuda_support()
+    CUDA_HOME             toolkit to use; default: the one nvcc on the PATH belongs to
+    TORCH_CUDA_ARCH_LIST  GPUs to build for, e.g. "8.0;9.0+PTX" (GPU_TARGETS is a synonym)
+    MAX_JOBS              parallel compilations
+    DEBUG=1               unoptimised, with symbols, for gdb and cuda-gdb (slow, and kernels spill)
+    FUSED_OP_STRICT=1     warnings are errors; for TORCH_CUDA_ARCH_LIST=9.0 so is a register spill
+
+After `pip install -e .`, `python setup.py build_ext --inplace` compiles again what has changed.
+
+Metadata is in pyproject.toml, the search for torch and nvcc in build_backend.py.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from glob import glob
+from pathlib import Path
+
+import torch
+from setuptools import Extension, setup
+
+from build_backend import find_cuda_home
+
+DEFAULT_ARCHS = ["7.5", "8.0", "9.0", "10.0", "12.0"]  # 8.6 and 8.9 run the code of 8.0
+DEBUG = os.environ.get("DEBUG", "0") not in ("", "0")
+STRICT = os.environ.get("FUSED_OP_STRICT", "0") not in ("", "0")
+
+
+def nvcc(cuda_home: Path, option: str) -> str:
+    command = [str(cuda_home / "bin" / "nvcc"), option]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def nvcc_version(cuda_home: Path) -> str:
+    """CUDA version of the toolkit, e.g. "13.0"; empty if its nvcc does not run."""
+    try:
+        release = re.search(r"release (\d+\.\d+)", nvcc(cuda_home, "--version"))
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return release[1] if release else ""
+
+
+def why_not_cuda(cuda_home: Path | None) -> str:
+    """The reason why the CUDA backend cannot be built, as a clause; empty if it can."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA"
+    needed = torch.version.cuda.split(".")[0]
+    if cuda_home is None:
+        return f"there is no nvcc, and torch {torch.__version__} needs one of CUDA {needed}"
+    found = nvcc_version(cuda_home)
+    if not found:
+        return f"there is no working nvcc in {cuda_home}/bin"
+    if found.split(".")[0] != needed:  # minor versions are compatible
+        return (
+            f"nvcc in {cuda_home} is of CUDA {found}, but torch {torch.__version__} was built "
+            f"with CUDA {torch.version.cuda}, and the major versions must agree"
+        )
+    return ""
+
+
+def cuda_support() -> tuple[Path | None, str]:
+    """(CUDA toolkit to build with, ""), or (None, reason) for a CPU-only build.
+
+    A machine with a GPU never gets a CPU-only build unasked: pip hides the output of a build that
+    succeeds, and the user would find out much later. Without a GPU it is what one expects.
+    """
+    use_cuda = os.environ.get("USE_CUDA") or "auto"
+    if use_cuda not in ("auto", "0", "1"):
+        raise SystemExit(f"fused_op: USE_CUDA must be auto, 0 or 1, got {use_cuda!r}")
+    if use_cuda == "0":
+        return None, "USE_CUDA was 0 when fused_op was built"
+    cuda_home = find_cuda_home()
+    reason = why_not_cuda(cuda_home)
+    if not reason:
+        return cuda_home, ""
+    if use_cuda == "1" or torch.cuda.is_available():
+        cause = "USE_CUDA is 1" if use_cuda == "1" else "there is a GPU"
+        raise SystemExit(
+            f"fused_op: {cause}, but the CUDA backend cannot be built: {reason}.\n"
+            "Either install a CUDA build of torch and a CUDA toolkit of the same major version "
+            "(CUDA_HOME names it if it is not on the PATH), or set USE_CUDA=0 to build for the CPU."
+        )
+    return None, reason
+
+
+def cuda_archs(cuda_home: Path) -> str:
+    """The value of TORCH_CUDA_ARCH_LIST: as given, else the visible GPUs, else DEFAULT_ARCHS."""
+    given = os.environ.get("TORCH_CUDA_ARCH_LIST") or os.environ.get("GPU_TARGETS")
+    if given:
+        return given
+    # Not left to torch, which fails with an IndexError where no GPU is visible.
+    known = re.findall(r"compute_(\d+)(\d)\b", nvcc(cuda_home, "--list-gpu-arch"))
+    known = sorted(((int(major), int(minor)) for major, minor in known))
+    visible = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    wanted = visible or {tuple(map(int, arch.split("."))) for arch in DEFAULT_ARCHS}
+    # A GPU newer than nvcc runs the newest PTX that nvcc can make.
+    chosen = sorted(wanted.intersection(known)) or known[-1:]
+    return ";".join(f"{major}.{minor}" for major, minor in chosen) + "+PTX"
+
+
+def link_cudart(extension: Extension, cuda_home: Path) -> None:
+    """Link libcudart by path where the toolkit has no libcudart.so: the nvcc wheels have none."""
+    if any((cuda_home / lib / "libcudart.so").exists() for lib in ("lib64", "lib")):
+        return
+    soname = f"libcudart.so.{torch.version.cuda.split('.')[0]}"
+    for place in (cuda_home, *Path(torch.__file__).parents[1].glob("nvidia/*")):
+        for lib in ("lib64", "lib"):
+            if (place / lib / soname).exists():
+                extension.libraries.remove("cudart")
+                extension.extra_link_args.append(str(place / lib / soname))
+                return
+
+
+def compile_flags(archs: str) -> dict[str, list[str]]:
+    """What g++ and nvcc get on top of torch's own flags."""
+    cxx = ["-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra"]
+    cxx += ["-O0", "-g", "-UNDEBUG"] if DEBUG else ["-O3", "-g0"]
+    if torch.backends.openmp.is_available():
+        # For at::parallel_for. Not a link flag: the OpenMP runtime has to be the one of torch.
+        cxx += ["-fopenmp"]
+
+    nvcc = ["-std=c++20", "-Xcompiler=-fvisibility=hidden", "-Xfatbin=-compress-all"]
+    # -lineinfo lets profilers name source lines and changes no code; -G does.
+    nvcc += ["-O0", "-g", "-G"] if DEBUG else ["-O3", "-lineinfo"]
+    # torch switches the operators of __half off; the kernels are the same with plain nvcc.
+    for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS"):
+        nvcc += [f"-U__CUDA_NO_{name}__"]
+
+    if STRICT:
+        cxx += ["-Werror"]
+        nvcc += ["-Werror=all-warnings"]
+        if archs == "9.0":  # what the tiles are tuned for; elsewhere some kernels may spill
+            nvcc += ["-Xptxas=--warn-on-spills"]
+    return {"cxx": cxx, "nvcc": nvcc}
+
+
+def extension() -> Extension:
+    cuda_home, no_cuda_reason = cuda_support()
+    archs = cuda_archs(cuda_home) if cuda_home else ""
+    version = re.search(r'^version = "(.+)"$', Path("pyproject.toml").read_text(), re.MULTILINE)[1]
+    macros = {
+        "FUSED_OP_VERSION": version,
+        # Compared at import: a module built for another torch may load and misbehave silently.
+        "FUSED_OP_TORCH_VERSION": str(torch.__version__),
+        "FUSED_OP_CUDA_VERSION": nvcc_version(cuda_home) if cuda_home else "",
+        "FUSED_OP_CUDA_ARCHS": archs,
+    }
+    sources = glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp")
+    if cuda_home:
+        sources += glob("csrc/cuda/*.cu")
+        macros["FUSED_OP_WITH_CUDA"] = 1
+        os.environ["TORCH_CUDA_ARCH_LIST"] = archs
+        os.environ["CUDA_HOME"] = str(cuda_home)  # read once, by the import below
+    else:
+        macros["FUSED_OP_NO_CUDA_REASON"] = no_cuda_reason
+    from torch.utils.cpp_extension import CppExtension, CUDAExtension
+
+    ext = (CUDAExtension if cuda_home else CppExtension)(
+        name="fused_op_cuda",
+        sources=sorted(sources),
+        depends=glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True),
+        define_macros=[(name, json.dumps(value)) for name, value in macros.items()],
+        extra_compile_args=compile_flags(archs),
+        extra_link_args=[],
+    )
+    # A directory that is both -I and -isystem counts as the latter: torch's headers do not warn.
+    ext.extra_compile_args["cxx"] += [f"-isystem{path}" for path in ext.include_dirs]
+    ext.include_dirs.insert(0, str(Path("csrc").resolve()))
+    if cuda_home:
+        link_cudart(ext, cuda_home)
+    return ext
+
+
+if __name__ == "__main__":
+    ext_modules = [extension()]
+    from torch.utils.cpp_extension import BuildExtension  # after extension() has set CUDA_HOME
+
+    torch_minor = ".".join(torch.__version__.split(".")[:2])
+    build_base = f"build/torch-{torch.__version__}-{sys.implementation.cache_tag}"
+    setup(
+        ext_modules=ext_modules,
+        cmdclass={"build_ext": BuildExtension},
+        install_requires=[f"torch=={torch_minor}.*"],  # its C++ ABI holds within a minor version
+        options={"build": {"build_base": build_base}},  # after a change of torch no object is stale
+    )

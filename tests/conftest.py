@@ -1,0 +1,35 @@
+"""Fixtures: a test that takes `op`, `pair` or `device` runs for each of them."""
+
+import pytest
+import torch
+
+from tests.case import SEED
+from tests.ops import DEVICES, OPS, PAIRS
+
+
+def pytest_report_header() -> str:
+    gpu = torch.cuda.get_device_name() if "cuda" in DEVICES else "none"
+    return f"torch {torch.__version__}, GPU: {gpu}, FUSED_OP_SEED={SEED}"
+
+
+@pytest.fixture(params=OPS, ids=str)
+def op(request):
+    return request.param
+
+
+@pytest.fixture(params=PAIRS, ids=str)
+def pair(request):
+    return request.param
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+@pytest.fixture
+def threads():
+    """torch.set_num_threads, undone after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

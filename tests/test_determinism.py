@@ -1,0 +1,124 @@
+"""The same bits: every time, in every batch, at every address, on any number of threads."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.case import Case, make_case
+from tests.ops import DEVICES, PAIRS, subsets
+from tests.test_views import guarded, strided_rows
+
+ROWWISE = ("output", "sum", "grad_input", "grad_residual")
+INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+WIDTHS = [("cpu", cols) for cols in (1, 3, 31, 64, 255, 1000, 1023, 4096, 5120)]
+if "cuda" in DEVICES:
+    wide = (2050, 4095, 8192, 12288, 16384, 65536, 131072, 262144)
+    WIDTHS += [("cuda", cols) for _, cols in WIDTHS] + [("cuda", cols) for cols in wide]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Unlike torch.equal this tells -0 from 0, and NaN equals itself."""
+    return torch.equal(*(t.contiguous().view(INTEGER[t.element_size()]) for t in (a, b)))
+
+
+def assert_same(case: Case, ours: dict, expected: dict, what: str, rows=slice(None)) -> None:
+    different = [n for n in ours if not same_bits(ours[n], expected[n][rows])]
+    assert not different, f"{case}: {what}: other bits in {different}"
+
+
+def take(case: Case, rows) -> Case:
+    """The case of some of the rows."""
+    inputs = {n: t if n in case.op.parameters else t[rows] for n, t in case.inputs.items()}
+    return Case(case.op, inputs, tuple(g[rows] for g in case.grads), case.eps)
+
+
+def rowwise(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t for name, t in results.items() if name in ROWWISE}
+
+
+def test_repetition(op, device, pair) -> None:
+    """Catches atomics, races and sums whose order depends on timing, in every output."""
+    shapes = [(7, 33), (300, 1000), (65, 4096)]
+    if device == "cuda":
+        shapes += [(4096, 1024), (2048, 5120), (256, 65536), (3, 262144), (100_000, 64)]
+    for shape in shapes:
+        case = make_case(op, shape, pair, device)
+        first = case.run()
+        for i in range(20 if device == "cuda" else 3):
+            assert_same(case, case.run(), first, f"repetition {i}")
+
+
+@pytest.mark.parametrize(("device", "cols"), WIDTHS)
+def test_a_row_does_not_depend_on_its_batch(op, device, cols) -> None:
+    """Catches a tiling, and so an order of addition, that follows the number of rows or the place
+    of a row among them."""
+    many = 700 if device == "cuda" and cols <= 16384 else 37
+    for pair in PAIRS:
+        case = make_case(op, (many, cols), pair, device)
+        whole = rowwise(case.run())
+        parts = [slice(5, 6), slice(many - 1, many), slice(1, 3), slice(4, 11), slice(1, many)]
+        parts += [slice(0, 133), slice(0, many // 2)] if many > 133 else []
+        for part in parts:
+            ours = rowwise(take(case, part).run())
+            assert_same(case, ours, whole, f"rows {part.start} to {part.stop} alone", part)
+        order = torch.arange(many - 1, -1, -1, device=device)
+        assert_same(case, rowwise(take(case, order).run()), whole, "rows reversed", order)
+
+
+@pytest.mark.parametrize(("device", "cols"), WIDTHS)
+def test_a_row_does_not_depend_on_its_address(op, device, cols) -> None:
+    """Catches lanes that are dealt out from an aligned address rather than from the first element:
+    other bits in a view, or in odd rows of an odd width."""
+    for pair in PAIRS:
+        case = make_case(op, (5, cols), pair, device)
+        dense = rowwise(case.run())
+        views = [(f"offset {k}", lambda t, k=k: guarded(t, k)) for k in (1, 2, 3, 4, 5, 7)]
+        for what, view in [*views, ("strided rows", strided_rows)]:
+            inputs = {name: view(t) for name, t in case.inputs.items()}
+            moved = Case(op, inputs, tuple(map(view, case.grads)))
+            assert_same(case, rowwise(moved.run()), dense, what)
+
+
+def test_gradients_do_not_depend_on_what_else_is_wanted(op, device, pair) -> None:
+    """Catches a gradient that changes when another input is frozen."""
+    for shape in [(40, 33), (130, 1024)]:
+        case = make_case(op, shape, pair, device)
+        everything = case.run()
+        for wanted in subsets(case.present):
+            assert_same(case, case.run(wanted), everything, f"gradients of {wanted} alone")
+
+
+def test_saved_statistics_do_not_change_the_output(op, device, pair) -> None:
+    """Catches a path without statistics (no gradient wanted) that computes something else."""
+    for cols in (3, 64, 1000, 4096):
+        case = make_case(op, (9, cols), pair, device)
+        with torch.no_grad():
+            plain = case.run(())
+        assert_same(case, plain, case.run(), "under no_grad")
+
+
+@pytest.mark.parametrize("shape", [(2000, 33), (700, 1000), (3, 100_000)], ids=str)
+def test_threads(op, pair, shape, threads) -> None:
+    """Catches partial sums per thread: the bits would follow the machine."""
+    case = make_case(op, shape, pair, "cpu")
+    threads(1)
+    one = case.run()
+    for count in (2, 3, 7):
+        threads(count)
+        assert_same(case, case.run(), one, f"{count} threads")
+
+
+def test_deterministic_mode(op, device) -> None:
+    """Catches an op that torch.use_deterministic_algorithms refuses."""
+    case = make_case(op, (65, 1000), PAIRS[0], device)
+    leaves = case.leaves(case.present)
+    torch.set_deterministic_debug_mode("error")
+    try:
+        outputs = op.fused(*leaves.values(), **case.options)
+        outputs = outputs if op.adds else (outputs,)
+        grads = torch.autograd.grad(outputs, [*leaves.values()], case.grads)
+    finally:
+        torch.set_deterministic_debug_mode("default")
+    names = [f"grad_{name}" for name in leaves]
+    assert_same(case, dict(zip(names, grads, strict=True)), case.run(), "deterministic mode")

@@ -1,0 +1,31 @@
+"""What each part of csrc/ may include, beyond standard headers: the layers stay apart."""
+
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).parents[1] / "csrc"
+FILES = sorted(str(path.relative_to(CSRC)) for path in CSRC.rglob("*") if path.is_file())
+
+ALLOWED = {  # the first pattern that fits a file holds
+    "core/*": r"core/|cuda_\w+\.h",  # torch-free: for g++ and nvcc
+    "cuda/*": r"core/|cuda/|cuda_\w+\.h|cooperative_groups",  # torch-free: compiles in seconds
+    "cpu/*": r"core/|cpu/|c10/util/(Half|BFloat16)\.h",
+    "backend.*": r"backend\.h|core/|cpu/|cuda/|ATen/|c10/|pthread\.h",
+    "routing.h": r"(checks|fused_op)\.h|(ATen|c10)/(?!cuda)|torch/",  # the one user of pybind
+    "fused_op.cpp": r"(fused_op|routing)\.h|torch/",
+    "*": r"(backend|checks|fused_op)\.h|core/|(ATen|c10)/(?!cuda)",
+}
+# The first three cost half a minute of compilation in each file, the last one needs cuBLAS.
+NOWHERE = r"torch/(extension|all)\.h|ATen/ATen\.h|ATen/cuda/CUDAContext\.h"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_includes(file):
+    allowed = next(rule for pattern, rule in ALLOWED.items() if fnmatch(file, pattern))
+    for header in re.findall(r'#\s*include\s*[<"]([^>"]+)[>"]', (CSRC / file).read_text()):
+        standard = re.fullmatch(r"\w+", header)
+        assert standard or re.match(allowed, header), f"{file} must not include {header}"
+        assert not re.match(NOWHERE, header), f"{file} includes {header}: take a narrower header"

@@ -1,0 +1,172 @@
+"""The build: which torch and which CUDA it takes, and that a wrong one does not pass silently."""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fused_op
+
+ROOT = Path(__file__).parents[1]
+TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
+
+
+def run_python(code: str, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *options, "-c", code]
+    environment = {**os.environ, **env}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+# --- The installed package ------------------------------------------------------------------------
+
+
+def test_build_info_is_about_this_build():
+    info = fused_op.build_info()
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert f'\nversion = "{info["version"]}"\n' in pyproject
+    assert info["torch"].startswith(f"{TORCH_MINOR}.")
+    assert bool(info["cuda"]) == bool(info["cuda_archs"]) == (not info["no_cuda_reason"])
+
+
+def test_wheel_requires_the_torch_it_was_built_for():
+    try:
+        requires = importlib.metadata.requires("fused_op")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("fused_op was not installed by pip")
+    assert f"torch=={TORCH_MINOR}.*" in requires
+
+
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        ("torch.__version__ = '1.2.3'", "was built for torch .*, but torch 1.2.3 is installed"),
+        ("sys.modules['fused_op_cuda'] = None", "is not built"),
+    ],
+)
+def test_import_fails_for_another_torch_or_no_module(before, message):
+    result = run_python(f"import sys, torch; {before}; import fused_op")
+    assert result.returncode == 1
+    assert re.search(f"ImportError: fused_op {message}", result.stderr)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_brings_no_second_openmp_runtime():
+    """Two runtimes keep two pools of threads, which compete for the cores."""
+    result = run_python(
+        "import torch\n"
+        "def runtimes(): return {line.split()[-1] for line in open('/proc/self/maps')"
+        " if 'libgomp' in line or 'libomp' in line or 'libiomp' in line}\n"
+        "before = runtimes()\n"
+        "import fused_op\n"
+        "fused_op.layer_norm(torch.ones(1000, 100), (100,))\n"
+        "assert runtimes() == before, (before, runtimes())"
+    )
+    assert result.returncode == 0, result.stderr
+
+
+# --- build_backend.py -----------------------------------------------------------------------------
+
+
+def test_backend_finds_torch_from_an_isolated_environment(tmp_path):
+    """As pip isolates: without site-packages (-S), but with setuptools from a folder of its own."""
+    setuptools = pytest.importorskip("setuptools")
+    for name in ("setuptools", "_distutils_hack"):
+        (tmp_path / name).symlink_to(Path(setuptools.__file__).parents[1] / name)
+    code = (
+        "import importlib.util\n"
+        "assert importlib.util.find_spec('torch') is None\n"
+        "import build_backend\n"
+        "print(build_backend._requires())\n"
+        "print(build_backend.find_torch())\n"
+    )
+    result = run_python(code, "-S", PYTHONPATH=os.pathsep.join((str(tmp_path), str(ROOT))))
+    assert result.returncode == 0, result.stderr
+    announced, requires, torch_dir = result.stdout.splitlines()
+    assert announced.startswith("fused_op: building against ")
+    assert "torch" not in requires
+    assert Path(torch_dir).samefile(Path(torch.__file__).parent)
+
+
+# --- setup.py -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def setup_py(monkeypatch):
+    """setup.py as a module, for a CUDA 13.0 torch on a machine with neither GPU nor nvcc."""
+    pytest.importorskip("setuptools")
+    spec = importlib.util.spec_from_file_location("setup_py", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for variable in ("USE_CUDA", "TORCH_CUDA_ARCH_LIST", "GPU_TARGETS"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(module, "find_cuda_home", lambda: None)
+    return module
+
+
+def make_nvcc(home: Path, release: str) -> Path:
+    """An nvcc that knows its release and three architectures; returns its CUDA_HOME."""
+    nvcc = home / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(
+        f'#!/bin/sh\n[ $1 = --version ] && echo "release {release}, V{release}.1" ||'
+        ' printf "compute_75\\ncompute_90\\ncompute_100\\n"\n'
+    )
+    nvcc.chmod(0o755)
+    return home
+
+
+def test_cuda_build_without_gpu(setup_py, monkeypatch, tmp_path):
+    home = make_nvcc(tmp_path, "13.2")  # another minor version than torch's
+    monkeypatch.setattr(setup_py, "find_cuda_home", lambda: home)
+    assert setup_py.cuda_support() == (home, "")
+    monkeypatch.setenv("USE_CUDA", "0")
+    assert setup_py.cuda_support() == (None, "USE_CUDA was 0 when fused_op was built")
+
+
+def test_cpu_build_without_gpu_gives_the_reason(setup_py, monkeypatch, tmp_path):
+    assert "there is no nvcc" in setup_py.cuda_support()[1]
+    monkeypatch.setattr(setup_py, "find_cuda_home", lambda: tmp_path)
+    assert "no working nvcc" in setup_py.cuda_support()[1]
+    make_nvcc(tmp_path, "12.8")
+    assert re.search(r"of CUDA 12\.8, but torch .* with CUDA 13\.0", setup_py.cuda_support()[1])
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "is a build without CUDA" in setup_py.cuda_support()[1]
+
+
+@pytest.mark.parametrize("cause", ["there is a GPU", "USE_CUDA is 1"])
+def test_no_silent_cpu_build(setup_py, monkeypatch, cause):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cause == "there is a GPU")
+    monkeypatch.setenv("USE_CUDA", "1" if cause == "USE_CUDA is 1" else "auto")
+    with pytest.raises(SystemExit, match=f"{cause}, but .* there is no nvcc"):
+        setup_py.cuda_support()
+
+
+def test_unknown_use_cuda(setup_py, monkeypatch):
+    monkeypatch.setenv("USE_CUDA", "yes")
+    with pytest.raises(SystemExit, match="USE_CUDA must be auto, 0 or 1, got 'yes'"):
+        setup_py.cuda_support()
+
+
+def test_architectures(setup_py, monkeypatch, tmp_path):
+    home = make_nvcc(tmp_path, "13.0")
+    assert setup_py.cuda_archs(home) == "7.5;9.0;10.0+PTX"  # of the defaults, those nvcc knows
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(10, 0), (9, 0)][index])
+    assert setup_py.cuda_archs(home) == "9.0;10.0+PTX"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (13, 0))
+    assert setup_py.cuda_archs(home) == "10.0+PTX"  # the driver compiles it for the newer GPU
+
+    monkeypatch.setenv("GPU_TARGETS", "8.0")
+    assert setup_py.cuda_archs(home) == "8.0"
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
+    assert setup_py.cuda_archs(home) == "Hopper"

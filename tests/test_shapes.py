@@ -1,0 +1,120 @@
+"""Every width and number of rows: where vectors, warps, blocks, clusters and 32-bit offsets end."""
+
+import pytest
+import torch
+
+from tests.case import Case, generator, make_case
+from tests.ops import BF16, DEVICES, OPS, PAIRS, Pair
+
+COLS = [1, 2, 3, 31, 33, 255, 1000, 1023, 2050, 4095, 4096, 5120]
+COLS += [8192, 12288, 16384, 65536, 131072, 262144]
+ROWS = [0, 1, 7, 4096]
+GIB = 2**30
+
+
+def table() -> list[tuple]:
+    """(device, cols, rows, pair): all of them on CUDA, on the CPU what takes little time."""
+    everything = [(cols, rows, pair) for cols in COLS for rows in ROWS for pair in PAIRS]
+    small = [(c, r, p) for c, r, p in everything if c * r <= 2**15]
+    # Wider ones with one pair each, so that every pair comes up.
+    wide = [(c, r) for c in COLS for r in ROWS if 2**15 < c * r <= 2**20]
+    small += [(c, r, PAIRS[i % len(PAIRS)]) for i, (c, r) in enumerate(wide)]
+    return [("cpu", *row) for row in small] + [
+        ("cuda", *row) for row in everything if "cuda" in DEVICES
+    ]
+
+
+@pytest.mark.parametrize(("device", "cols", "rows", "pair"), table(), ids=str)
+def test_shape(device, cols, rows, pair) -> None:
+    """Catches wrong tails, tiles that do not cover a row, offsets that overflow and launches that
+    fail, in each op."""
+    if device == "cuda":
+        # Ten tensors of this size, fp32 noise that they are made of, and the truth of a chunk.
+        need_memory(rows * cols * (10 * pair.rows.itemsize + 16) + 6 * GIB)
+    for op in OPS:
+        case = make_case(op, (rows, cols), pair, device)
+        case.check(case.run())
+
+
+def test_every_width(op, device) -> None:
+    """Catches what goes wrong only at one remainder: all widths up to 130, then around powers."""
+    around = [2**k + d for k in range(8, 14) for d in (-1, 0, 1)]
+    for i, cols in enumerate([*range(1, 131), *around]):
+        pair = PAIRS[i % len(PAIRS)]
+        case = make_case(op, (3, cols), pair, device)
+        case.check(case.run())
+
+
+@pytest.mark.parametrize("rows", [65535, 65536, 131073])
+def test_many_rows(op, device, rows) -> None:
+    """Catches a grid whose second dimension (at most 65535) counts rows."""
+    case = make_case(op, (rows, 3), PAIRS[rows % len(PAIRS)], device)
+    case.check(case.run())
+
+
+@pytest.mark.skipif("cuda" not in DEVICES, reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(2**20 + 1, 4096), (2**14 + 1, 262144)], ids=str)
+@pytest.mark.parametrize("op", OPS[:2], ids=str)
+def test_more_than_32_bits_of_elements(op, shape) -> None:
+    """Catches an offset, a count or a row stride in 32 bits: all rows are compared, the last ones
+    lie beyond element 2^32. Parameter gradients sum over more than 2^20 rows."""
+    need_memory(64 * GIB)
+    pair = Pair(BF16, BF16)
+    g = generator("cuda", shape)
+
+    def rows() -> torch.Tensor:
+        t = torch.empty(shape, dtype=BF16, device="cuda")
+        for part in t.split(2**26 // shape[1]):  # a random kernel may count in 32 bits itself
+            part.normal_(generator=g)
+        return t
+
+    params = make_case(op, (1, shape[1]), pair, "cuda").inputs
+    case = Case(op, params | {"input": rows()}, (rows(),))
+    case.check(case.run())
+
+
+@pytest.mark.skipif("cuda" not in DEVICES, reason="reads memory past a tensor, on a GPU")
+@pytest.mark.parametrize("cols", [1, 3, 33, 255, 1023, 2050])
+def test_nothing_is_written_past_a_result(op, pair, cols) -> None:
+    """Catches a vector store over the end of a row: the allocator rounds blocks up to 512 bytes,
+    and the rest of each result's block has to keep what was in it."""
+    mark, block = 0x5A, 512
+    case = make_case(op, (5, cols), pair, "cuda")
+    torch.cuda.empty_cache()
+    marked = [torch.full((2**20,), mark, dtype=torch.uint8, device="cuda") for _ in range(16)]
+    places = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in marked]
+    del marked  # small tensors come from these blocks now
+    leaves = case.leaves(case.present)
+    outputs = op.fused(*leaves.values(), **case.options)
+    outputs = outputs if op.adds else (outputs,)
+    torch.autograd.backward(outputs, case.grads)
+    looked = 0
+    for t in (*outputs, *(leaf.grad for leaf in leaves.values())):
+        start, end = t.data_ptr() + t.nbytes, t.data_ptr() + -(-t.nbytes // block) * block
+        if start == end or not any(low <= start < high for low, high in places):
+            continue
+        rest = torch.as_tensor(Memory(start, end - start), device="cuda")
+        assert (rest == mark).all(), f"{case}: written past a result of {list(t.shape)}"
+        looked += 1
+    assert looked, f"{case}: no result lies where this test looks"
+
+
+class Memory:
+    """Bytes on the GPU, for torch.as_tensor to read."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def need_memory(bytes_: int) -> None:
+    free, _ = torch.cuda.mem_get_info()
+    if free < bytes_:
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+    if free < bytes_:
+        pytest.skip(f"needs {bytes_ / GIB:.0f} GiB of GPU memory, {free / GIB:.0f} are free")

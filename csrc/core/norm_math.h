@@ -21,18 +21,24 @@ namespace fused_op {
 // a smaller rstd than kTinyRstd are read with that scale in backward too, so that x - mean cannot
 // overflow there.
 template <typename A>
-struct Rescue;
+struct Limits;
 template <>
-struct Rescue<float> {
+struct Limits<float> {
   static constexpr float kScale = 0x1p-100f;
   static constexpr float kInverseScale = 0x1p100f;
   static constexpr float kTinyRstd = 0x1p-60f;
+  static constexpr float kSmallest = 0x1p-126f;
+  static constexpr float kLargest = 0x1.fffffep127f;
+  static constexpr float kMeanRounding = 0x1p-44f;  // of the mean, squared, with some room
 };
 template <>
-struct Rescue<double> {
+struct Limits<double> {
   static constexpr double kScale = 0x1p-800;
   static constexpr double kInverseScale = 0x1p800;
   static constexpr double kTinyRstd = 0x1p-500;
+  static constexpr double kSmallest = 0x1p-1022;
+  static constexpr double kLargest = 0x1.fffffffffffffp1023;
+  static constexpr double kMeanRounding = 0x1p-102;
 };
 
 // a·b + c, in one rounding where the machine has the instruction. (std::fma without it is a call
@@ -89,16 +95,30 @@ struct SavedStats {
   A rstd;
 
   FUSED_OP_HD Normalizer<A> normalizer() const {
-    if (rstd < Rescue<A>::kTinyRstd) {
-      return {Rescue<A>::kScale, mean * Rescue<A>::kScale, A(0), rstd * Rescue<A>::kInverseScale};
+    if (rstd < Limits<A>::kTinyRstd) {
+      return {Limits<A>::kScale, mean * Limits<A>::kScale, A(0), rstd * Limits<A>::kInverseScale};
     }
     return {A(1), mean, A(0), rstd};
   }
 };
 
+// False where the squares overflowed, and where the deviations are no larger than the rounding of
+// the mean (a constant row, say): such a row is taken again with its mean refined, and then times
+// Limits::kScale if its squares still overflow.
+template <typename A>
+FUSED_OP_HD bool trusted(const Moments<A>& moments, A cols) {
+  return moments.second <= Limits<A>::kLargest &&
+         moments.second >= cols * moments.mean * moments.mean * Limits<A>::kMeanRounding;
+}
 template <typename A>
 FUSED_OP_HD bool overflowed(const Moments<A>& moments) {
-  return !(moments.second <= (sizeof(A) == 4 ? static_cast<A>(3.4e38) : static_cast<A>(1.7e308)));
+  return !(moments.second <= Limits<A>::kLargest);
+}
+
+template <typename A>
+FUSED_OP_HD A scaled_eps(A eps, A scale) {
+  const A scaled = eps * scale * scale;
+  return scale == A(1) || scaled > Limits<A>::kSmallest ? scaled : Limits<A>::kSmallest;
 }
 
 struct LayerNorm {
@@ -109,7 +129,7 @@ struct LayerNorm {
   template <typename A>
   FUSED_OP_HD static Normalizer<A> normalizer(const Moments<A>& moments, A scale, A inverse_cols,
                                               A eps) {
-    const A rstd = reciprocal_sqrt(moments.second * inverse_cols + eps * scale * scale);
+    const A rstd = reciprocal_sqrt(moments.second * inverse_cols + scaled_eps(eps, scale));
     return {scale, moments.mean, -moments.rest * rstd, rstd};
   }
   template <typename A>
@@ -121,7 +141,7 @@ struct LayerNorm {
   FUSED_OP_HD static void save(const Normalizer<A>& n, const Moments<A>& moments, A* stats,
                                std::int64_t row, std::int64_t rows) {
     stats[row] =
-        (moments.mean + moments.rest) * (n.scale == A(1) ? A(1) : Rescue<A>::kInverseScale);
+        (moments.mean + moments.rest) * (n.scale == A(1) ? A(1) : Limits<A>::kInverseScale);
     stats[rows + row] = n.true_rstd();
   }
   template <typename A>
@@ -139,7 +159,7 @@ struct RmsNorm {
   FUSED_OP_HD static Normalizer<A> normalizer(const Moments<A>& moments, A scale, A inverse_cols,
                                               A eps) {
     return {scale, A(0), A(0),
-            reciprocal_sqrt(moments.second * inverse_cols + eps * scale * scale)};
+            reciprocal_sqrt(moments.second * inverse_cols + scaled_eps(eps, scale))};
   }
   template <typename A>
   FUSED_OP_HD static A normalized(A x, const Normalizer<A>& n) {

@@ -51,20 +51,21 @@ inline void sum_row(std::int64_t cols, double (&totals)[kSums], Accumulate&& acc
   }
 }
 
-// Two passes: Σ(x - mean)² has no cancellation where |mean| >> deviation, unlike Σx² - mean².
+// Two passes: Σ(x - mean)² has no cancellation where |mean| >> deviation, unlike Σx² - mean². With
+// `refined`, a pass more for the mean.
 template <typename Norm, typename T, typename A>
-Moments<A> row_moments(const T* row, std::int64_t cols, A scale) {
+Moments<A> row_moments(const T* row, std::int64_t cols, A scale, bool refined) {
   double totals[2];
   Moments<A> moments{};
-  if (Norm::kCentered) {
-    sum_row<2, A>(cols, totals, [&](std::int64_t col, int, A(&lanes)[2][kLanes]) {
+  for (int pass = 0; Norm::kCentered && pass < (refined ? 2 : 1); ++pass) {
+    sum_row<2, A>(cols, totals, [&](std::int64_t col, int valid, A(&lanes)[2][kLanes]) {
       A x[kLanes];
       unpack(ByteAccess::load<kLanes>(row, col, cols), x);
       for (int j = 0; j < kLanes; ++j) {
-        lanes[0][j] += x[j] * scale;
+        lanes[0][j] += j < valid ? x[j] * scale - moments.mean : A(0);
       }
     });
-    moments.mean = static_cast<A>(totals[0] / static_cast<double>(cols));
+    moments.mean += static_cast<A>(totals[0] / static_cast<double>(cols));
   }
   sum_row<2, A>(cols, totals, [&](std::int64_t col, int valid, A(&lanes)[2][kLanes]) {
     A x[kLanes];
@@ -93,10 +94,13 @@ void forward_row(const NormForwardArgs& args, std::int64_t row) {
   const T* values = source.row();
 
   A scale = A(1);
-  Moments<A> moments = row_moments<Norm>(values, args.cols, scale);
-  if (overflowed(moments)) {
-    scale = Rescue<A>::kScale;
-    moments = row_moments<Norm>(values, args.cols, scale);
+  Moments<A> moments = row_moments<Norm>(values, args.cols, scale, false);
+  if (!trusted(moments, static_cast<A>(args.cols))) {
+    moments = row_moments<Norm>(values, args.cols, scale, true);
+    if (overflowed(moments)) {
+      scale = Limits<A>::kScale;
+      moments = row_moments<Norm>(values, args.cols, scale, true);
+    }
   }
   const Normalizer<A> normalizer =
       Norm::normalizer(moments, scale, A(1) / static_cast<A>(args.cols), static_cast<A>(args.eps));

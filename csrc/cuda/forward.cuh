@@ -12,91 +12,46 @@
 
 namespace fused_op::cuda {
 
-// Moments of this lane's `count`-element share of a group of kLanes lanes, valid in every lane.
-// Elements past the row's end are zero on entry and stay out of the deviations.
-// `left` columns of the row begin at this lane's first element; its vectors are kLanes apart.
+// Moments of what kLanes neighbouring lanes hold, valid in every lane: `count` elements, of which
+// `left` columns begin at this lane's first one (its vectors are kLanes apart). Elements past the
+// row's end are zero on entry and stay out of the deviations. `refined` takes a pass more for the
+// mean.
 template <typename Norm, typename Access, int kLanes, int kVectors, int N, typename T, typename A>
 __device__ __forceinline__ Moments<A> group_moments(const Pack<T, N> (&row)[kVectors], int left,
-                                                    A count, A scale) {
+                                                    A count, A scale, bool refined) {
   Moments<A> moments{};
   const A inverse_count = count > A(0) ? A(1) / count : A(0);
-  if constexpr (Norm::kCentered) {
-    A sum = 0;
+  const auto each = [&](auto&& function) {  // function(x, part) for the row's elements
+    A total = 0;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       A x[N];
-      A part = 0;  // short chains of sums: a long one lets the scheduler unpack the row ahead of it
+      A part = 0;  // short chains: a long one lets the scheduler unpack the whole row ahead of it
       unpack(row[i], x);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        part = multiply_add(x[j], scale, part);
-      }
-      sum += part;
-    }
-    moments.mean = lane_sum<kLanes>(sum) * inverse_count;
-  }
-  A rest = 0;
-  A second = 0;
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    A x[N];
-    A rest_part = 0;
-    A second_part = 0;
-    unpack(row[i], x);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const A deviation = multiply_add(x[j], scale, -moments.mean);
-      if (i * kLanes * N + (Access::kWholePacks ? 0 : j) < left) {
-        // 16-bit elements cannot tell means apart that differ by float's rounding.
-        if constexpr (Norm::kCentered && sizeof(T) >= 4) {
-          rest_part += deviation;
-        }
-        second_part = multiply_add(deviation, deviation, second_part);
-      }
-    }
-    rest += rest_part;
-    second += second_part;
-  }
-  if constexpr (Norm::kCentered && sizeof(T) >= 4) {
-    moments.rest = lane_sum<kLanes>(rest) * inverse_count;
-  }
-  moments.second = lane_sum<kLanes>(second) - count * moments.rest * moments.rest;
-  return moments;
-}
-
-// The same times a power of two, for a row whose squares overflowed: read again from memory, one
-// pack at a time, since nothing of the common path may pay for it in registers.
-template <typename Norm, typename Access, int kLanes, int kVectors, int N, typename T, typename A>
-__device__ __forceinline__ Moments<A> rescued_moments(const T* row, int first_col, int width,
-                                                      A count) {
-  constexpr A kScale = Rescue<A>::kScale;
-  const A inverse_count = count > A(0) ? A(1) / count : A(0);
-  Moments<A> moments{};
-  for (int pass = Norm::kCentered ? 0 : 1; pass < 2; ++pass) {
-    A sum = 0;
-    A rest = 0;
-#pragma unroll 1
-    for (int i = 0; i < kVectors; ++i) {
-      const int col = first_col + i * kLanes * N;
-      A x[N];
-      unpack(Access::template load<N>(row, col, width), x);
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        const A deviation = multiply_add(x[j], kScale, -moments.mean);
-        if (col + (Access::kWholePacks ? 0 : j) < width) {
-          rest += deviation;
-          sum += pass == 0 ? deviation : deviation * deviation;
+        if (i * kLanes * N + (Access::kWholePacks ? 0 : j) < left) {
+          part = function(multiply_add(x[j], scale, -moments.mean), part);
         }
       }
+      total += part;
     }
-    sum = lane_sum<kLanes>(sum);
-    if (pass == 0) {
-      moments.mean = sum * inverse_count;
-    } else {
-      moments.rest = Norm::kCentered ? lane_sum<kLanes>(rest) * inverse_count : A(0);
-      moments.second = sum - count * moments.rest * moments.rest;
+    return lane_sum<kLanes>(total);
+  };
+  const auto sum = [](A deviation, A part) { return part + deviation; };
+  const auto sum_of_squares = [](A deviation, A part) {
+    return multiply_add(deviation, deviation, part);
+  };
+  if constexpr (Norm::kCentered) {
+    moments.mean = each(sum) * inverse_count;
+    if (refined) {
+      moments.mean += each(sum) * inverse_count;
+    }
+    if constexpr (sizeof(T) >= 4) {  // means of 16-bit elements need no correction below rounding
+      moments.rest = each(sum) * inverse_count;
     }
   }
+  moments.second = each(sum_of_squares) - count * moments.rest * moments.rest;
   return moments;
 }
 
@@ -127,8 +82,8 @@ __device__ __forceinline__ int valid_elements(std::int64_t col, std::int64_t col
 
 // grid: enough CTAs for all rows; block: whole rows (one row if it takes more than one warp).
 template <typename W, typename Norm, typename Source, typename Access, typename Tile>
-__global__ void __launch_bounds__(ForwardBounds<Tile, Access>::kThreads,
-                                  ForwardBounds<Tile, Access>::kCtasPerSm)
+__global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThreads,
+                                  ForwardBounds<W, Source, Access, Tile>::kCtasPerSm)
     norm_forward_kernel(const __grid_constant__ NormForwardArgs args) {
   using T = typename Source::Element;
   using A = Accumulator<T>;
@@ -183,17 +138,31 @@ __global__ void __launch_bounds__(ForwardBounds<Tile, Access>::kThreads,
   };
   A scale = 1;
   Moments<A> moments =
-      merged(group_moments<Norm, Access, kLanes>(packs, width - first_col, count, scale));
+      merged(group_moments<Norm, Access, kLanes>(packs, width - first_col, count, scale, false));
   // The same decision in every thread of a row; rows that share a warp go together.
-  if (__any_sync(kAllLanes, overflowed(moments))) {
-    if (warps > 1) {
-      __syncthreads();  // parts is read by all before it is written again
-    }
-    const Moments<A> rescued = merged(
-        rescued_moments<Norm, Access, kLanes, kVectors, N>(source.row(), first_col, width, count));
-    if (overflowed(moments)) {
-      moments = rescued;
-      scale = Rescue<A>::kScale;
+  if (__any_sync(kAllLanes, !trusted(moments, cols))) {
+    // Read again, one vector at a time: the common path must not pay for this one in registers.
+    const auto refined = [&](A row_scale) {
+      WarpMoments<A> mine{};
+#pragma unroll 1
+      for (int i = 0; i < kVectors; ++i) {
+        const Pack<T, N> pack[1] = {Access::template load<N>(source.row(), col_of(i), width)};
+        const int in_row = valid_elements(col_of(i) - lane * N, width, kLanes * N);
+        const A group = static_cast<A>(in_row);
+        mine = append(mine, {group, group_moments<Norm, Access, kLanes>(pack, width - col_of(i),
+                                                                        group, row_scale, true)});
+      }
+      if (warps > 1) {
+        __syncthreads();  // parts is read by all before it is written again
+      }
+      return merged(mine.moments);
+    };
+    const bool trust = trusted(moments, cols);
+    const Moments<A> again = refined(A(1));
+    const Moments<A> scaled = refined(Limits<A>::kScale);
+    if (!trust) {
+      scale = overflowed(again) ? Limits<A>::kScale : A(1);
+      moments = overflowed(again) ? scaled : again;
     }
   }
   const Normalizer<A> normalizer =
@@ -209,24 +178,6 @@ __global__ void __launch_bounds__(ForwardBounds<Tile, Access>::kThreads,
   for (int i = 0; i < kVectors; ++i) {
     store_normalized<W, Norm, Access>(args, output, packs[i], col_of(i), width, normalizer);
   }
-}
-
-// Appends `next` to the moments of a warp's share so far.
-template <typename A>
-__device__ __forceinline__ WarpMoments<A> append(const WarpMoments<A>& so_far,
-                                                 const WarpMoments<A>& next) {
-  const A count = so_far.count + next.count;
-  if (count == A(0)) {
-    return so_far;
-  }
-  const Moments<A>& a = so_far.moments;
-  const Moments<A>& b = next.moments;
-  const A difference = (b.mean - a.mean) + (b.rest - a.rest);
-  const A step = difference * (next.count / count);
-  const A mean = a.mean + step;
-  return {count,
-          {mean, a.rest + (step - (mean - a.mean)),
-           a.second + b.second + difference * step * so_far.count}};
 }
 
 // Rows longer than the registers of a CTA: one CTA a row, read a second time for the output.
@@ -248,9 +199,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   const A inverse_cols = A(1) / cols;
 
   __shared__ WarpMoments<A> parts[kWarps];
-  Moments<A> moments;
-  A scale = 1;
-  while (true) {
+  const auto row_moments = [&](A scale, bool refined) {
     WarpMoments<A> mine{};
     for (std::int64_t begin = warp * kWarpCols; begin < args.cols; begin += kWarps * kWarpCols) {
       Pack<T, N> packs[kVectors];
@@ -263,19 +212,26 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       const int in_row = valid_elements(begin, args.cols, kWarpCols);
       const A count = static_cast<A>(in_row);
       mine = append(mine, {count, group_moments<Norm, Access, kWarpSize>(packs, in_row - lane * N,
-                                                                         count, scale)});
+                                                                         count, scale, refined)});
     }
+    __syncthreads();  // parts is read by all before it is written again
     if (lane == 0) {
       parts[warp] = mine;
     }
     __syncthreads();
-    moments = merge_moments<Norm::kCentered>(lane < kWarps ? parts[lane] : WarpMoments<A>{}, cols,
-                                             inverse_cols);
-    if (!overflowed(moments) || scale != A(1)) {
+    return merge_moments<Norm::kCentered>(lane < kWarps ? parts[lane] : WarpMoments<A>{}, cols,
+                                          inverse_cols);
+  };
+  // Attempts: as it is, refined, refined and scaled; one copy of the code.
+  A scale = 1;
+  Moments<A> moments = row_moments(scale, false);
+#pragma unroll 1
+  for (int attempt = 1; attempt < 3; ++attempt) {
+    if (attempt == 1 ? trusted(moments, cols) : !overflowed(moments)) {
       break;
     }
-    scale = Rescue<A>::kScale;
-    __syncthreads();  // parts is read by all before it is written again
+    scale = attempt == 1 ? A(1) : Limits<A>::kScale;
+    moments = row_moments(scale, true);
   }
   const Normalizer<A> normalizer =
       Norm::normalizer(moments, scale, inverse_cols, static_cast<A>(args.eps));

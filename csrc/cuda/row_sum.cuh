@@ -32,17 +32,39 @@ struct WarpMoments {
   Moments<A> moments;
 };
 
-// Merges what lane i holds for part i, over groups of kLanes lanes (lanes without a part hold count
-// 0). Means are compared with the merged mean, never squared on their own: no cancellation.
+// Appends `next` to the moments of a warp's share so far.
+template <typename A>
+__device__ __forceinline__ WarpMoments<A> append(const WarpMoments<A>& so_far,
+                                                 const WarpMoments<A>& next) {
+  const A count = so_far.count + next.count;
+  if (count == A(0)) {
+    return so_far;
+  }
+  const Moments<A>& a = so_far.moments;
+  const Moments<A>& b = next.moments;
+  const A difference = (b.mean - a.mean) + (b.rest - a.rest);
+  const A step = difference * (next.count / count);
+  const A mean = a.mean + step;
+  return {count,
+          {mean, a.rest + (step - (mean - a.mean)),
+           a.second + b.second + difference * step * so_far.count}};
+}
+
+// Merges what lane i holds for part i of a row (lanes without a part hold count 0; lane 0 has one).
+// Means are only ever compared with the first part's mean: no cancellation, and a constant row
+// stays exactly constant.
 template <bool kCentered, typename A>
 __device__ __forceinline__ Moments<A> merge_moments(const WarpMoments<A>& part, A cols,
                                                     A inverse_cols) {
   Moments<A> merged{};
   A deviation = 0;
   if constexpr (kCentered) {
-    merged.mean = lane_sum<kWarpSize>(part.count * part.moments.mean) * inverse_cols;
+    const A pivot = __shfl_sync(kAllLanes, part.moments.mean, 0);
+    deviation = part.count > A(0) ? part.moments.mean - pivot + part.moments.rest : A(0);
+    const A step = lane_sum<kWarpSize>(part.count * deviation) * inverse_cols;
+    merged.mean = pivot + step;
+    merged.rest = step - (merged.mean - pivot);
     deviation = part.count > A(0) ? part.moments.mean - merged.mean + part.moments.rest : A(0);
-    merged.rest = lane_sum<kWarpSize>(part.count * deviation) * inverse_cols;
   }
   merged.second = lane_sum<kWarpSize>(part.moments.second + part.count * deviation * deviation);
   if constexpr (kCentered) {

@@ -28,14 +28,17 @@ FUSED_OP_HD constexpr int row_warps(std::int64_t vectors) {
 }
 
 // Forward: a CTA holds one row, or several rows of one warp at most. Registers are capped so that
-// many CTAs are resident: loads of one overlap the arithmetic of the others. Element-wise access
-// needs more registers for its many small loads.
+// many CTAs are resident: loads of one overlap the arithmetic of the others. Each cap is the
+// tightest without a spill.
 constexpr std::int64_t kMaxForwardVectors = 256 * 8;  // longer rows are streamed
-template <typename Tile, typename Access>
+template <typename W, typename Source, typename Access, typename Tile>
 struct ForwardBounds {
   static constexpr int kThreads = Tile::kOneWarp ? 128 : 256;
-  static constexpr int kRegisterThreads = Access::kWholePacks && Tile::kVectors < 8 ? 1024 : 512;
-  static constexpr int kCtasPerSm = kRegisterThreads / kThreads;
+  static constexpr bool kOnlyRow =
+      Source::kGradStreams == 2 && sizeof(W) == sizeof(typename Source::Element);
+  static constexpr int kHeavy = (kOnlyRow ? 0 : 1) + (Tile::kVectors == 8 ? 1 : 0);
+  static constexpr int kThreadsPerSm = Access::kWholePacks ? 1024 - 256 * kHeavy : 256;
+  static constexpr int kCtasPerSm = kThreadsPerSm / kThreads;
 };
 
 template <typename Function>

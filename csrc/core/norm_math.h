@@ -188,20 +188,22 @@ struct PullbackSums {
   }
 };
 
-// The row's linear map from wdy and x̂ to dx, with the sums folded into three constants.
+// The row's linear map from wdy and x̂ to dx. wdy less its mean comes first, so that a row of one
+// column has a gradient of exactly zero.
 template <typename Norm, typename A>
 struct Pullback {
   A rstd;
+  A mean_wdy;
   A along_xhat;
-  A constant;
 
   FUSED_OP_HD Pullback(const PullbackSums<A>& sums, const Normalizer<A>& n, A inverse_cols)
       : rstd(n.true_rstd()),
-        along_xhat(sums.wdy_xhat * inverse_cols * rstd),
-        constant(Norm::kCentered ? sums.wdy * inverse_cols * rstd : A(0)) {}
+        mean_wdy(sums.wdy * inverse_cols),
+        along_xhat(sums.wdy_xhat * inverse_cols * rstd) {}
 
   FUSED_OP_HD A operator()(A wdy, A xhat) const {
-    return multiply_add(-xhat, along_xhat, multiply_add(wdy, rstd, -constant));
+    const A centered = Norm::kCentered ? wdy - mean_wdy : wdy;
+    return multiply_add(-xhat, along_xhat, centered * rstd);
   }
 };
 

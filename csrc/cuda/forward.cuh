@@ -80,6 +80,75 @@ __device__ __forceinline__ int valid_elements(std::int64_t col, std::int64_t col
   return left <= 0 ? 0 : left < most ? static_cast<int>(left) : most;
 }
 
+// Where a thread of norm_forward_kernel stands.
+struct RowPlace {
+  std::int64_t row;
+  bool live;  // threads past the last row shuffle along and store nothing
+  int lane;
+  int warp;
+  int warps;
+  int first_col;
+};
+
+// The rest of norm_forward_kernel for a warp in which a row's moments are not trusted(): takes
+// those rows again from memory, one vector at a time. A function of its own that ends the kernel,
+// so that the common path pays for it neither in registers nor in length.
+template <typename W, typename Norm, typename Source, typename Access, typename Tile, typename A>
+__device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const RowPlace& place,
+                                              Moments<A> moments, WarpMoments<A>* parts) {
+  using T = typename Source::Element;
+  constexpr int N = kVector<T>;
+  constexpr int kLanes = Tile::kLanes;
+  const T* const row = Source(args, place.row).row();
+  const int width = static_cast<int>(args.cols);
+  const A cols = static_cast<A>(width);
+  const A inverse_cols = A(1) / cols;
+  const auto col_of = [&](int i) { return place.first_col + i * kLanes * N; };
+  const bool trust = trusted(moments, cols);
+  A scale = 1;
+#pragma unroll 1
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    const A next_scale = attempt == 0 ? A(1) : Limits<A>::kScale;
+    WarpMoments<A> mine{};
+#pragma unroll 1
+    for (int i = 0; i < Tile::kVectors; ++i) {
+      const Pack<T, N> pack[1] = {Access::template load<N>(row, col_of(i), width)};
+      const int in_row = min(max(width - (col_of(i) - place.lane * N), 0), kLanes * N);
+      const A count = static_cast<A>(in_row);
+      mine = append(mine, {count, group_moments<Norm, Access, kLanes>(pack, width - col_of(i),
+                                                                      count, next_scale, true)});
+    }
+    Moments<A> refined = mine.moments;
+    if (place.warps > 1) {
+      __syncthreads();  // parts is read by all before it is written again
+      if (place.lane == 0) {
+        parts[place.warp] = mine;
+      }
+      __syncthreads();
+      refined = merge_moments<Norm::kCentered>(
+          place.lane < place.warps ? parts[place.lane] : WarpMoments<A>{}, cols, inverse_cols);
+    }
+    if (!trust && (attempt == 0 || overflowed(moments))) {
+      moments = refined;
+      scale = next_scale;
+    }
+  }
+  if (!place.live) {
+    return;
+  }
+  const Normalizer<A> normalizer =
+      Norm::normalizer(moments, scale, inverse_cols, static_cast<A>(args.eps));
+  if (args.stats != nullptr && place.lane == 0 && place.warp == 0) {
+    Norm::save(normalizer, moments, static_cast<A*>(args.stats), place.row, args.rows);
+  }
+  T* const output = static_cast<T*>(args.output) + place.row * args.cols;
+#pragma unroll 1
+  for (int i = 0; i < Tile::kVectors; ++i) {
+    store_normalized<W, Norm, Access>(args, output, Access::template load<N>(row, col_of(i), width),
+                                      col_of(i), width, normalizer);
+  }
+}
+
 // grid: enough CTAs for all rows; block: whole rows (one row if it takes more than one warp).
 template <typename W, typename Norm, typename Source, typename Access, typename Tile>
 __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThreads,
@@ -125,48 +194,24 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   const A inverse_cols = A(1) / cols;
   constexpr int kWarpCols = kVectors * kLanes * N;
   const A count = static_cast<A>(min(width - warp * kWarpCols, kWarpCols));
-  const auto merged = [&](const Moments<A>& mine) {
-    if (warps == 1) {
-      return mine;
-    }
+  Moments<A> moments =
+      group_moments<Norm, Access, kLanes>(packs, width - first_col, count, A(1), false);
+  if (warps > 1) {
     if (lane == 0) {
-      parts[warp] = {count, mine};
+      parts[warp] = {count, moments};
     }
     __syncthreads();
-    const WarpMoments<A> part = lane < warps ? parts[lane] : WarpMoments<A>{};
-    return merge_moments<Norm::kCentered>(part, cols, inverse_cols);
-  };
-  A scale = 1;
-  Moments<A> moments =
-      merged(group_moments<Norm, Access, kLanes>(packs, width - first_col, count, scale, false));
+    moments = merge_moments<Norm::kCentered>(lane < warps ? parts[lane] : WarpMoments<A>{}, cols,
+                                             inverse_cols);
+  }
   // The same decision in every thread of a row; rows that share a warp go together.
-  if (__any_sync(kAllLanes, !trusted(moments, cols))) {
-    // Read again, one vector at a time: the common path must not pay for this one in registers.
-    const auto refined = [&](A row_scale) {
-      WarpMoments<A> mine{};
-#pragma unroll 1
-      for (int i = 0; i < kVectors; ++i) {
-        const Pack<T, N> pack[1] = {Access::template load<N>(source.row(), col_of(i), width)};
-        const int in_row = valid_elements(col_of(i) - lane * N, width, kLanes * N);
-        const A group = static_cast<A>(in_row);
-        mine = append(mine, {group, group_moments<Norm, Access, kLanes>(pack, width - col_of(i),
-                                                                        group, row_scale, true)});
-      }
-      if (warps > 1) {
-        __syncthreads();  // parts is read by all before it is written again
-      }
-      return merged(mine.moments);
-    };
-    const bool trust = trusted(moments, cols);
-    const Moments<A> again = refined(A(1));
-    const Moments<A> scaled = refined(Limits<A>::kScale);
-    if (!trust) {
-      scale = overflowed(again) ? Limits<A>::kScale : A(1);
-      moments = overflowed(again) ? scaled : again;
-    }
+  if (!__all_sync(kAllLanes, trusted(moments, cols))) {
+    const RowPlace place{row, live, lane, warp, warps, first_col};
+    finish_untrusted<W, Norm, Source, Access, Tile>(args, place, moments, parts);
+    return;
   }
   const Normalizer<A> normalizer =
-      Norm::normalizer(moments, scale, inverse_cols, static_cast<A>(args.eps));
+      Norm::normalizer(moments, A(1), inverse_cols, static_cast<A>(args.eps));
   if (!live) {
     return;
   }

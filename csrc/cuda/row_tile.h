@@ -34,10 +34,12 @@ constexpr std::int64_t kMaxForwardVectors = 256 * 8;  // longer rows are streame
 template <typename W, typename Source, typename Access, typename Tile>
 struct ForwardBounds {
   static constexpr int kThreads = Tile::kOneWarp ? 128 : 256;
-  static constexpr bool kOnlyRow =
-      Source::kGradStreams == 2 && sizeof(W) == sizeof(typename Source::Element);
-  static constexpr int kHeavy = (kOnlyRow ? 0 : 1) + (Tile::kVectors == 8 ? 1 : 0);
-  static constexpr int kThreadsPerSm = Access::kWholePacks ? 1024 - 256 * kHeavy : 256;
+  static constexpr int kElement = sizeof(typename Source::Element);
+  static constexpr bool kManyLoads = Source::kGradStreams == 3 || sizeof(W) > kElement;
+  static constexpr int kThreadsPerSm = !Access::kWholePacks                   ? 256
+                                       : Tile::kVectors == 8 || kElement == 8 ? 512
+                                       : kManyLoads                           ? 768
+                                                                              : 1024;
   static constexpr int kCtasPerSm = kThreadsPerSm / kThreads;
 };
 

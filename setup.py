@@ -125,6 +125,9 @@ def compile_flags(archs: str) -> dict[str, list[str]]:
         cxx += ["-fopenmp"]
 
     nvcc = ["-std=c++20", "-Xcompiler=-fvisibility=hidden", "-Xfatbin=-compress-all"]
+    # Products and sums are fused where the source says so and nowhere else: two kernels that treat
+    # the same row (aligned and not, alone and beside others) then round alike, bit for bit.
+    nvcc += ["-fmad=false"]
     # -lineinfo lets profilers name source lines and changes no code; -G does.
     nvcc += ["-O0", "-g", "-G"] if DEBUG else ["-O3", "-lineinfo"]
     # torch switches the operators of __half off; the kernels are the same with plain nvcc.

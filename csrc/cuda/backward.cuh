@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Tile>::kThreads,
   const auto col_of = [&](int i) { return first_col + i * kLanes * N; };
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * rows_at_once;
   const std::int64_t first_row = static_cast<std::int64_t>(blockIdx.x) * rows_at_once;
-  const A inverse_cols = A(1) / static_cast<A>(args.cols);
+  const A inverse_cols = reciprocal(static_cast<A>(args.cols));
   const A* stats = static_cast<const A*>(args.stats);
 
   WeightPack kept[kKeepWeight ? kVectors : 1];
@@ -393,7 +393,7 @@ __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
   if (col >= args.cols) {
     return;
   }
-  const A inverse_cols = A(1) / static_cast<A>(args.cols);
+  const A inverse_cols = reciprocal(static_cast<A>(args.cols));
   const A* stats = static_cast<const A*>(args.stats);
   const W* weight = static_cast<const W*>(args.weight);
   A w[N];

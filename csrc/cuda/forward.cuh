@@ -20,38 +20,38 @@ template <typename Norm, typename Access, int kLanes, int kVectors, int N, typen
 __device__ __forceinline__ Moments<A> group_moments(const Pack<T, N> (&row)[kVectors], int left,
                                                     A count, A scale, bool refined) {
   Moments<A> moments{};
-  const A inverse_count = count > A(0) ? A(1) / count : A(0);
-  const auto each = [&](auto&& function) {  // function(x, part) for the row's elements
+  // Σ of term(x - mean). Short chains of sums, one a vector: a long one lets the scheduler unpack
+  // the whole row ahead of it, which takes twice the registers.
+  const auto sum = [&](auto&& add_term) {
     A total = 0;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
+      const int first = i * kLanes * N;
       A x[N];
-      A part = 0;  // short chains: a long one lets the scheduler unpack the whole row ahead of it
+      A part = 0;
       unpack(row[i], x);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        if (i * kLanes * N + (Access::kWholePacks ? 0 : j) < left) {
-          part = function(multiply_add(x[j], scale, -moments.mean), part);
-        }
+        const A deviation = x[j] * scale - moments.mean;
+        part = add_term(Access::kWholePacks || first + j < left ? deviation : A(0), part);
       }
-      total += part;
+      total += first < left ? part : A(0);
     }
     return lane_sum<kLanes>(total);
   };
-  const auto sum = [](A deviation, A part) { return part + deviation; };
-  const auto sum_of_squares = [](A deviation, A part) {
-    return multiply_add(deviation, deviation, part);
-  };
+  const auto itself = [](A deviation, A part) { return part + deviation; };
+  const auto square = [](A deviation, A part) { return multiply_add(deviation, deviation, part); };
   if constexpr (Norm::kCentered) {
-    moments.mean = each(sum) * inverse_count;
+    const A inverse_count = count > A(0) ? reciprocal(count) : A(0);
+    moments.mean = sum(itself) * inverse_count;
     if (refined) {
-      moments.mean += each(sum) * inverse_count;
+      moments.mean += sum(itself) * inverse_count;
     }
     if constexpr (sizeof(T) >= 4) {  // means of 16-bit elements need no correction below rounding
-      moments.rest = each(sum) * inverse_count;
+      moments.rest = sum(itself) * inverse_count;
     }
   }
-  moments.second = each(sum_of_squares) - count * moments.rest * moments.rest;
+  moments.second = sum(square) - count * moments.rest * moments.rest;
   return moments;
 }
 
@@ -102,7 +102,7 @@ __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const
   const T* const row = Source(args, place.row).row();
   const int width = static_cast<int>(args.cols);
   const A cols = static_cast<A>(width);
-  const A inverse_cols = A(1) / cols;
+  const A inverse_cols = reciprocal(cols);
   const auto col_of = [&](int i) { return place.first_col + i * kLanes * N; };
   const bool trust = trusted(moments, cols);
   A scale = 1;
@@ -160,17 +160,20 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   constexpr int kLanes = Tile::kLanes;
   constexpr int kVectors = Tile::kVectors;
 
-  const int warps = row_warps<Tile>((args.cols + N - 1) / N);
-  const int row_threads = kLanes * warps;
+  constexpr int kWarpCols = kVectors * kLanes * N;
+  const int width = static_cast<int>(args.cols);  // a row that fits into registers is short
+  const bool one_warp = Tile::kOneWarp || width <= kWarpCols;
+  const int warps = one_warp ? 1 : blockDim.x / kWarpSize;
   const int lane = threadIdx.x % kLanes;
-  const int warp = warps == 1 ? 0 : threadIdx.x / kWarpSize;
-  const std::int64_t my_row = static_cast<std::int64_t>(blockIdx.x) * (blockDim.x / row_threads) +
-                              threadIdx.x / row_threads;
+  const int warp = one_warp ? 0 : threadIdx.x / kWarpSize;
+  const std::int64_t my_row =
+      one_warp
+          ? static_cast<std::int64_t>(blockIdx.x) * (blockDim.x / kLanes) + threadIdx.x / kLanes
+          : blockIdx.x;
   const bool live = my_row < args.rows;  // the others shuffle along and store nothing
   const std::int64_t row = live ? my_row : args.rows - 1;
 
   const Source source(args, row);
-  const int width = static_cast<int>(args.cols);  // a row that fits into registers is short
   const int first_col = (warp * kVectors * kLanes + lane) * N;
   const auto col_of = [&](int i) { return first_col + i * kLanes * N; };
   Pack<T, N> packs[kVectors];
@@ -191,8 +194,7 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
 
   __shared__ WarpMoments<A> parts[kMaxRowThreads / kWarpSize];
   const A cols = static_cast<A>(args.cols);
-  const A inverse_cols = A(1) / cols;
-  constexpr int kWarpCols = kVectors * kLanes * N;
+  const A inverse_cols = reciprocal(cols);
   const A count = static_cast<A>(min(width - warp * kWarpCols, kWarpCols));
   Moments<A> moments =
       group_moments<Norm, Access, kLanes>(packs, width - first_col, count, A(1), false);
@@ -241,7 +243,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   const std::int64_t row = blockIdx.x;
   const Source source(args, row);
   const A cols = static_cast<A>(args.cols);
-  const A inverse_cols = A(1) / cols;
+  const A inverse_cols = reciprocal(cols);
 
   __shared__ WarpMoments<A> parts[kWarps];
   const auto row_moments = [&](A scale, bool refined) {

@@ -1,6 +1,6 @@
 // The doors of the CUDA backend: dtypes to the launchers of launch_*.cu, and what is known of the
 // device. Torch-free:
-// nvcc -std=c++20 -O3 -Icsrc -arch=sm_90 -c csrc/cuda/fused_op_kernel.cu
+// nvcc -std=c++20 -O3 -fmad=false -Icsrc -arch=sm_90 -c csrc/cuda/fused_op_kernel.cu
 #include <array>
 #include <mutex>
 

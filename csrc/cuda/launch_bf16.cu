@@ -1,5 +1,5 @@
 // The kernels of one dtype pair: elements, then parameters. Torch-free:
-// nvcc -std=c++20 -O3 -Icsrc -arch=sm_90 -Xptxas -v -c csrc/cuda/launch_bf16.cu
+// nvcc -std=c++20 -O3 -fmad=false -Icsrc -arch=sm_90 -Xptxas -v -c csrc/cuda/launch_bf16.cu
 #include "cuda/launch.cuh"
 
 namespace fused_op::cuda {

@@ -10,6 +10,15 @@ namespace fused_op::cuda {
 constexpr int kWarpSize = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+// 1 / value for a normal value, to the last bit or next to it: three instructions where the
+// compiler's division takes twenty and a call.
+__device__ __forceinline__ float reciprocal(float value) {
+  float estimate;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(value));
+  return fmaf(fmaf(-value, estimate, 1.0f), estimate, estimate);
+}
+__device__ __forceinline__ double reciprocal(double value) { return 1.0 / value; }
+
 // Sum over groups of kLanes neighbouring lanes; valid in every lane. All 32 lanes must call.
 template <int kLanes, typename A>
 __device__ __forceinline__ A lane_sum(A value) {
@@ -43,7 +52,7 @@ __device__ __forceinline__ WarpMoments<A> append(const WarpMoments<A>& so_far,
   const Moments<A>& a = so_far.moments;
   const Moments<A>& b = next.moments;
   const A difference = (b.mean - a.mean) + (b.rest - a.rest);
-  const A step = difference * (next.count / count);
+  const A step = difference * (next.count * reciprocal(count));
   const A mean = a.mean + step;
   return {count,
           {mean, a.rest + (step - (mean - a.mean)),

@@ -289,14 +289,9 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Tile>::kThreads,
     A* const target = partials + static_cast<std::int64_t>(blockIdx.x) * Norm::kGrads * args.cols;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        if (col_of(i) + j < width) {
-          target[col_of(i) + j] = dweight[i][j];
-          if constexpr (Norm::kGrads == 2) {
-            target[args.cols + col_of(i) + j] = dbias[i][j];
-          }
-        }
+      Access::store(target, col_of(i), width, as_pack(dweight[i]));
+      if constexpr (Norm::kGrads == 2) {
+        Access::store(target + args.cols, col_of(i), width, as_pack(dbias[i]));
       }
     }
   }
@@ -316,6 +311,7 @@ __global__ void __launch_bounds__(kWarpSize* kSumRows)
   const std::int64_t col = static_cast<std::int64_t>(blockIdx.x) * kWarpSize + threadIdx.x;
   A sum = 0;
   if (col < cols) {
+#pragma unroll 8
     for (int part = threadIdx.y; part < parts; part += kSumRows) {
       sum += partials[(static_cast<std::int64_t>(part) * grads + blockIdx.y) * cols + col];
     }
@@ -401,7 +397,7 @@ __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
   A dbias[N] = {};
   unpack(Access::template load_or<N>(weight, col, args.cols, 1), w);
   const std::int64_t last_row = args.rows * (blockIdx.y + 1) / gridDim.y;
-#pragma unroll 2
+#pragma unroll(sizeof(A) == 4 ? 2 : 1)
   for (std::int64_t row = args.rows * blockIdx.y / gridDim.y; row < last_row; ++row) {
     const T* x_row = row_of<T>(args.x, row);
     const T* dy_row = row_of<T>(args.grad_output, row);
@@ -432,14 +428,9 @@ __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
   }
   if (partials != nullptr) {
     A* const target = partials + static_cast<std::int64_t>(blockIdx.y) * Norm::kGrads * args.cols;
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      if (col + j < args.cols) {
-        target[col + j] = dweight[j];
-        if constexpr (Norm::kGrads == 2) {
-          target[args.cols + col + j] = dbias[j];
-        }
-      }
+    Access::store(target, col, args.cols, as_pack(dweight));
+    if constexpr (Norm::kGrads == 2) {
+      Access::store(target + args.cols, col, args.cols, as_pack(dbias));
     }
   }
 }

@@ -53,7 +53,11 @@ __device__ __forceinline__ void copy_ahead(Pack<T, N>* slot, const T* row, int c
   if constexpr (Access::kWholePacks) {
     __pipeline_memcpy_async(slot, row + col, sizeof(*slot));
   } else {
-    *slot = Access::template load<N>(row, col, width);
+    T* const elements = reinterpret_cast<T*>(slot);
+#pragma unroll(N < 4 ? N : 4)  // more loads at once spill beside the sums
+    for (int j = 0; j < N; ++j) {
+      elements[j] = col + j < width ? row[col + j] : static_cast<T>(0.0f);
+    }
   }
 }
 
@@ -92,6 +96,28 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Tile>::kThreads,
   const A inverse_cols = reciprocal(static_cast<A>(args.cols));
   const A* stats = static_cast<const A*>(args.stats);
 
+  const auto copy_row_ahead = [&](std::int64_t row, int stage) {
+    if (row < args.rows) {
+      const ConstRows* const streams[3] = {&args.x, &args.grad_output, &args.grad_sum};
+#pragma unroll
+      for (int s = 0; s < kStreams; ++s) {
+        const T* source = row_of<T>(*streams[s], row);
+#pragma unroll(Access::kWholePacks ? kVectors : 1)
+        for (int i = 0; i < kVectors; ++i) {
+          if (col_of(i) < width) {
+            copy_ahead<Access, N>(slots.at<Pack<T, N>>((stage * kStreams + s) * kVectors + i),
+                                  source, col_of(i), width);
+          }
+        }
+      }
+    }
+    __pipeline_commit();  // an empty group too: the count of groups is the count of rows
+  };
+
+#pragma unroll(Access::kWholePacks ? kStages - 1 : 1)
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    copy_row_ahead(first_row + team + stage * step, stage);
+  }
   WeightPack kept[kKeepWeight ? kVectors : 1];
   A dweight[kVectors][N];
   A dbias[kVectors][N];
@@ -129,28 +155,6 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Tile>::kThreads,
     }
   };
 
-  const auto copy_row_ahead = [&](std::int64_t row, int stage) {
-    if (row < args.rows) {
-      const ConstRows* const streams[3] = {&args.x, &args.grad_output, &args.grad_sum};
-#pragma unroll
-      for (int s = 0; s < kStreams; ++s) {
-        const T* source = row_of<T>(*streams[s], row);
-#pragma unroll(Access::kWholePacks ? kVectors : 1)
-        for (int i = 0; i < kVectors; ++i) {
-          if (col_of(i) < width) {
-            copy_ahead<Access, N>(slots.at<Pack<T, N>>((stage * kStreams + s) * kVectors + i),
-                                  source, col_of(i), width);
-          }
-        }
-      }
-    }
-    __pipeline_commit();  // an empty group too: the count of groups is the count of rows
-  };
-
-#pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) {
-    copy_row_ahead(first_row + team + stage * step, stage);
-  }
   int stage = 0;
   int parity = 0;
   const auto saved_of = [&](std::int64_t row) {

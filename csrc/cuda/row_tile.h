@@ -30,16 +30,16 @@ FUSED_OP_HD constexpr int row_warps(std::int64_t vectors) {
 // Forward: a CTA holds one row, or several rows of one warp at most. Registers are capped so that
 // many CTAs are resident: loads of one overlap the arithmetic of the others. Each cap is the
 // tightest without a spill.
-constexpr std::int64_t kMaxForwardVectors = 256 * 8;  // longer rows are streamed
+constexpr int kMaxRowThreads = 512;
+constexpr std::int64_t kMaxForwardVectors = kMaxRowThreads * 4;  // longer rows are streamed
 template <typename W, typename Source, typename Access, typename Tile>
 struct ForwardBounds {
-  static constexpr int kThreads = Tile::kOneWarp ? 128 : 256;
+  static constexpr int kThreads = Tile::kOneWarp ? 128 : kMaxRowThreads;
   static constexpr int kElement = sizeof(typename Source::Element);
   static constexpr bool kManyLoads = Source::kGradStreams == 3 || sizeof(W) > kElement;
-  static constexpr int kThreadsPerSm = !Access::kWholePacks                   ? 256
-                                       : Tile::kVectors == 8 || kElement == 8 ? 512
-                                       : kManyLoads                           ? 768
-                                                                              : 1024;
+  static constexpr int kThreadsPerSm = !Access::kWholePacks || kElement == 8 ? 512
+                                       : kManyLoads                          ? 768
+                                                                             : 1024;
   static constexpr int kCtasPerSm = kThreadsPerSm / kThreads;
 };
 
@@ -52,19 +52,19 @@ auto with_forward_tile(std::int64_t vectors, Function&& function) {
   if (vectors <= 16) return function.template operator()<RowTile<4, 4>>();
   if (vectors <= 32) return function.template operator()<RowTile<8, 4>>();
   if (vectors <= 64) return function.template operator()<RowTile<16, 4>>();
-  if (vectors <= 1024) return function.template operator()<RowTile<32, 4>>();
-  return function.template operator()<RowTile<32, 8>>();
+  return function.template operator()<RowTile<32, 4>>();
 }
 
 // Backward: a CTA holds several rows side by side, 512 threads at most: 128 registers a thread, of
 // which the parameter gradients take up to 64.
-constexpr int kMaxRowThreads = 512;
 constexpr std::int64_t kMaxBackwardVectors = kMaxRowThreads * 4;
 
-// How many of a CTA's lanes have work, in vectors of kMaxRowThreads rows side by side.
-constexpr std::int64_t busy_vectors(std::int64_t vectors, int per_lane) {
+// How good `per_lane` vectors a lane are for rows of `vectors`: the share of a CTA's lanes that
+// have work, less where only one row fits, since its barriers then stop the whole multiprocessor.
+constexpr std::int64_t backward_merit(std::int64_t vectors, int per_lane) {
   const std::int64_t warps = (vectors + 32 * per_lane - 1) / (32 * per_lane);
-  return kMaxRowThreads / 32 / warps * vectors;
+  const std::int64_t rows = kMaxRowThreads / 32 / warps;
+  return rows * vectors * (rows == 1 ? 9 : 10) * 12 / per_lane;  // 12: divisible by 2, 3, 4
 }
 
 template <typename Function>
@@ -75,11 +75,12 @@ auto with_backward_tile(std::int64_t vectors, Function&& function) {
   if (vectors <= 8) return function.template operator()<RowTile<8, 1>>();
   if (vectors <= 16) return function.template operator()<RowTile<16, 1>>();
   if (vectors <= 32) return function.template operator()<RowTile<32, 1>>();
-  // The fewest vectors a lane that keep most lanes busy: 5120 bf16 columns are 3 rows of 5 warps of
-  // 4 vectors (94 % busy), not one row of 10 warps of 2 (63 %).
-  const std::int64_t two = busy_vectors(vectors, 2) * 12 / 2;
-  const std::int64_t three = busy_vectors(vectors, 3) * 12 / 3;
-  const std::int64_t four = busy_vectors(vectors, 4) * 12 / 4;
+  // The fewest vectors a lane of equal merit: two keep the weight in registers too. H200, bf16,
+  // share of the limit with 2, 3, 4 vectors: 0.91 0.70 0.82 at 131072x1024, 0.62 0.80 0.89 at
+  // 26214x5120, 0.80 0.75 0.84 at 16384x8192.
+  const std::int64_t two = backward_merit(vectors, 2);
+  const std::int64_t three = backward_merit(vectors, 3);
+  const std::int64_t four = backward_merit(vectors, 4);
   if (two >= three && two >= four) return function.template operator()<RowTile<32, 2>>();
   if (three >= four) return function.template operator()<RowTile<32, 3>>();
   return function.template operator()<RowTile<32, 4>>();

@@ -53,11 +53,7 @@ __device__ __forceinline__ void copy_ahead(Pack<T, N>* slot, const T* row, int c
   if constexpr (Access::kWholePacks) {
     __pipeline_memcpy_async(slot, row + col, sizeof(*slot));
   } else {
-    T* const elements = reinterpret_cast<T*>(slot);
-#pragma unroll(N < 4 ? N : 4)  // more loads at once spill beside the sums
-    for (int j = 0; j < N; ++j) {
-      elements[j] = col + j < width ? row[col + j] : static_cast<T>(0.0f);
-    }
+    *slot = Access::template load<N>(row, col, width);
   }
 }
 
@@ -119,8 +115,6 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Tile>::kThreads,
     copy_row_ahead(first_row + team + stage * step, stage);
   }
   WeightPack kept[kKeepWeight ? kVectors : 1];
-  A dweight[kVectors][N];
-  A dbias[kVectors][N];
   const auto* weight = static_cast<const W*>(args.weight);
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -134,10 +128,6 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Tile>::kThreads,
         *slots.at<uint4>(kStages * kStreams * kVectors + i * kParts + part) =
             reinterpret_cast<const uint4*>(&pack)[part];
       }
-    }
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      dweight[i][j] = dbias[i][j] = 0;
     }
   }
   const auto weight_of = [&](int i, A(&values)[N]) {
@@ -155,6 +145,8 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Tile>::kThreads,
     }
   };
 
+  A dweight[kVectors][N] = {};
+  A dbias[kVectors][N] = {};
   int stage = 0;
   int parity = 0;
   const auto saved_of = [&](std::int64_t row) {
@@ -217,7 +209,8 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Tile>::kThreads,
     if (live && args.grad_input != nullptr) {
       const Pullback<Norm, A> pullback(sums, normalizer, inverse_cols);
       T* dx = static_cast<T*>(args.grad_input) + row * args.cols;
-#pragma unroll
+      // Element-wise stores need registers of their own; nothing here is indexed by i then.
+#pragma unroll(Access::kWholePacks || kKeepWeight ? kVectors : 1)
       for (int i = 0; i < kVectors; ++i) {
         if (col_of(i) < width) {
           A xhat[N], dy[N], wdy[N];

@@ -53,7 +53,11 @@ __device__ __forceinline__ void copy_ahead(Pack<T, N>* slot, const T* row, int c
   if constexpr (Access::kWholePacks) {
     __pipeline_memcpy_async(slot, row + col, sizeof(*slot));
   } else {
-    *slot = Access::template load<N>(row, col, width);
+    T* const elements = reinterpret_cast<T*>(slot);
+#pragma unroll 1  // several loads at once spill beside the sums
+    for (int j = 0; j < N; ++j) {
+      elements[j] = col + j < width ? row[col + j] : static_cast<T>(0.0f);
+    }
   }
 }
 
@@ -156,8 +160,13 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Tile>::kThreads,
   for (std::int64_t base = first_row; base < args.rows; base += step) {
     const std::int64_t row = base + team;
     const bool live = row < args.rows;
+    if constexpr (!Access::kWholePacks) {
+      next = saved_of(row);  // not kept over a row: two registers that element-wise copies need
+    }
     const Normalizer<A> normalizer = next.normalizer();
-    next = saved_of(row + step);
+    if constexpr (Access::kWholePacks) {
+      next = saved_of(row + step);
+    }
     copy_row_ahead(row + (kStages - 1) * step, stage == 0 ? kStages - 1 : stage - 1);
     __pipeline_wait_prior(kStages - 1);
 

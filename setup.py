@@ -169,8 +169,8 @@ def extension() -> Extension:
         depends=glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True),
         define_macros=[(name, json.dumps(value)) for name, value in macros.items()],
         extra_compile_args=compile_flags(archs),
-        # Where the compiler links libstdc++ statically, its symbols stay inside the module: mixed with
-        # torch's, the first number printed into an error message would crash.
+        # Where the compiler links libstdc++ statically, its symbols stay inside the module: mixed
+        # with torch's, the first number printed into an error message would crash.
         extra_link_args=["-Wl,--exclude-libs,ALL"],
     )
     # A directory that is both -I and -isystem counts as the latter: torch's headers do not warn.

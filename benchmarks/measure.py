@@ -20,6 +20,7 @@ from .peers import Peer, Run
 from .timing import Timer, Timing, tensors_in
 
 _COPY_UNIT_BYTES = 32 << 20
+_COPY_PIECE_BYTES = 256 * 2**20
 
 
 def measure_case(
@@ -61,13 +62,14 @@ def _measure_limit(
 ) -> dict[str, Any]:
     """The fastest device copy (2 tensors) or add (3 tensors) found that moves `total_bytes`.
 
-    A copy of an awkward size can be far slower than one of an aligned size, which is no limit of
-    the memory: an aligned size is measured too, and scaled.
+    A copy of an awkward size, or of half a gigabyte and more, can be far slower than another, which
+    is no limit of the memory: an aligned size and a smaller piece are measured too, and scaled.
     """
     tensors = 2 if kind == "copy" else 3
     unit = _COPY_UNIT_BYTES // ITEM_BYTES[dtype]
     exact = total_bytes // (tensors * ITEM_BYTES[dtype])
-    sizes = {"exact size": exact, "aligned size": exact // unit * unit}
+    piece = min(exact, _COPY_PIECE_BYTES // ITEM_BYTES[dtype])
+    sizes = {"exact size": exact, "aligned size": exact // unit * unit, "in pieces": piece}
     candidates = {}
     for name, elements in sizes.items():
         if elements == 0 or (name != "exact size" and elements == exact):

@@ -108,7 +108,8 @@ struct SavedStats {
 template <typename A>
 FUSED_OP_HD bool trusted(const Moments<A>& moments, A cols) {
   return moments.second <= Limits<A>::kLargest &&
-         moments.second >= cols * moments.mean * moments.mean * Limits<A>::kMeanRounding;
+         (cols == A(1) ||  // its own mean, exactly
+          moments.second >= cols * moments.mean * moments.mean * Limits<A>::kMeanRounding);
 }
 template <typename A>
 FUSED_OP_HD bool overflowed(const Moments<A>& moments) {

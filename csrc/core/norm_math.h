@@ -41,8 +41,8 @@ struct Limits<double> {
   static constexpr double kMeanRounding = 0x1p-102;
 };
 
-// a·b + c, in one rounding where the machine has the instruction. (std::fma without it is a call
-// into the C library, forty times slower, on every baseline x86-64 build.)
+// a·b + c, in one rounding on the GPU. (On the CPU std::fma is a call into the C library wherever
+// the build does not assume the instruction, as baseline x86-64 does not; loops then stay scalar.)
 template <typename A>
 FUSED_OP_HD A multiply_add(A a, A b, A c) {
 #ifdef __CUDA_ARCH__

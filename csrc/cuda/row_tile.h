@@ -28,8 +28,7 @@ FUSED_OP_HD constexpr int row_warps(std::int64_t vectors) {
 }
 
 // Forward: a CTA holds one row, or several rows of one warp at most. Registers are capped so that
-// many CTAs are resident: loads of one overlap the arithmetic of the others. Each cap is the
-// tightest without a spill.
+// many CTAs are resident: loads of one overlap the arithmetic of the others. No cap may spill.
 constexpr int kMaxRowThreads = 512;
 constexpr std::int64_t kMaxForwardVectors = kMaxRowThreads * 4;  // longer rows are streamed
 template <typename W, typename Source, typename Access, typename Tile>

@@ -6,6 +6,7 @@
 #include "backend.h"
 #include "checks.h"
 #include "core/norm_args.h"
+#include "core/pack.h"
 #include "fused_op.h"
 
 namespace fused_op {
@@ -101,8 +102,14 @@ at::Tensor readable_dense(const at::Tensor& tensor) {
   return readable ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
-OptionalTensor readable_dense(const OptionalTensor& tensor) {
-  return tensor ? OptionalTensor(readable_dense(*tensor)) : std::nullopt;
+// Kernels read parameters in vectors, however the rows lie: a view from within a tensor is copied.
+OptionalTensor readable_parameters(const OptionalTensor& tensor) {
+  if (!tensor) {
+    return std::nullopt;
+  }
+  const bool aligned =
+      reinterpret_cast<std::uintptr_t>(tensor->const_data_ptr()) % kVectorBytes == 0;
+  return aligned ? readable_dense(*tensor) : tensor->clone(at::MemoryFormat::Contiguous);
 }
 
 ConstRows const_rows(const at::Tensor& readable, const Shape& shape) {
@@ -164,8 +171,8 @@ ThreeTensors norm_forward(std::string_view norm, const at::Tensor& input,
   // These own what the pointers point into until the kernel has been queued.
   const at::Tensor input_rows = readable_rows(input, shape);
   const at::Tensor residual_rows = residual ? readable_rows(*residual, shape) : at::Tensor();
-  const OptionalTensor dense_weight = readable_dense(weight);
-  const OptionalTensor dense_bias = readable_dense(bias);
+  const OptionalTensor dense_weight = readable_parameters(weight);
+  const OptionalTensor dense_bias = readable_parameters(bias);
 
   NormForwardArgs args;
   args.kind = kind;
@@ -234,7 +241,7 @@ ThreeTensors norm_backward(std::string_view norm, const at::Tensor& grad_output,
   const at::Tensor x_rows = readable_rows(x, shape);
   const at::Tensor grad_output_rows = readable_rows(grad_output, shape);
   const at::Tensor grad_sum_rows = grad_sum ? readable_rows(*grad_sum, shape) : at::Tensor();
-  const OptionalTensor dense_weight = readable_dense(weight);
+  const OptionalTensor dense_weight = readable_parameters(weight);
   const at::Tensor dense_stats = readable_dense(stats);
 
   NormBackwardArgs args;

@@ -16,7 +16,8 @@ struct ConstRows {
 };
 
 // The allowed pairs (dtype, param_dtype): (f16,f16) (f16,f32) (bf16,bf16) (bf16,f32) (f32,f32)
-// (f64,f64). Statistics are f32 (f64 for f64).
+// (f64,f64). Statistics are f32 (f64 for f64). Parameters and what is written begin at a multiple
+// of 16 bytes; rows to read may begin anywhere.
 struct NormForwardArgs {
   NormKind kind = NormKind::kLayerNorm;
   DType dtype = DType::kFloat32;        // of input, residual, output and sum
@@ -47,7 +48,7 @@ struct NormBackwardArgs {
   void* grad_input = nullptr;    // [rows, cols], dense; null: not wanted
   void* grad_weight = nullptr;   // [cols]; null: not wanted
   void* grad_bias = nullptr;     // [cols]; null: not wanted
-  void* workspace = nullptr;     // norm_backward_workspace(args) bytes, 16-byte aligned
+  void* workspace = nullptr;     // norm_backward_workspace(args) bytes
 };
 
 }  // namespace fused_op

@@ -50,9 +50,9 @@ FUSED_OP_HD Pack<T, N> as_pack(const T (&values)[N]) {
   return pack;
 }
 
-// Access policies have load, load_or and store with these arguments: the pack begins at column
+// Access policies have load, load_or and store_row with these arguments: a pack begins at column
 // `col` of a row `width` columns wide; elements past the row's end load as `absent` and are not
-// stored.
+// stored. store_row takes several packs, each `kLanes` packs after the one before.
 struct ByteAccess {
   template <int N, typename T>
   FUSED_OP_HD static Pack<T, N> load(const T* row, std::int64_t col, std::int64_t width,
@@ -85,6 +85,13 @@ struct ByteAccess {
     if (col < width) {
       const std::int64_t valid = width - col < N ? width - col : N;
       memcpy(row + col, pack.words, static_cast<std::size_t>(valid) * sizeof(T));
+    }
+  }
+  template <int kLanes, typename T, int N, int kVectors>
+  FUSED_OP_HD static void store_row(T* row, std::int64_t col, std::int64_t width,
+                                    const Pack<T, N> (&packs)[kVectors]) {
+    for (int i = 0; i < kVectors; ++i) {
+      store(row, col + i * kLanes * N, width, packs[i]);
     }
   }
 };

@@ -19,7 +19,8 @@ struct Plain {
   using Element = T;
   static constexpr int kGradStreams = 2;  // backward reads x, dy
 
-  // fetch() only loads, so that a caller can have many in flight; finish() computes.
+  // fetch() only loads, so that a caller can have many in flight; finish() computes. Packs are as
+  // in Access::store_row.
   template <int N>
   using Fetched = Pack<T, N>;
 
@@ -32,9 +33,12 @@ struct Plain {
   FUSED_OP_HD Fetched<N> fetch(Col col, Col width) const {
     return Access::template load<N>(input, col, width);
   }
-  template <typename Access, int N, typename Col>
-  FUSED_OP_HD Pack<T, N> finish(const Fetched<N>& fetched, Col, Col) const {
-    return fetched;
+  template <typename Access, int kLanes, int N, int kVectors, typename Col>
+  FUSED_OP_HD void finish(const Fetched<N> (&fetched)[kVectors], Pack<T, N> (&row)[kVectors], Col,
+                          Col) const {
+    for (int i = 0; i < kVectors; ++i) {
+      row[i] = fetched[i];
+    }
   }
   // Where the finished row can be read again.
   FUSED_OP_HD const T* row() const { return input; }
@@ -67,17 +71,19 @@ struct AddResidual {
     return {Access::template load<N>(input, col, width),
             Access::template load<N>(residual, col, width)};
   }
-  template <typename Access, int N, typename Col>
-  FUSED_OP_HD Pack<T, N> finish(const Fetched<N>& fetched, Col col, Col width) const {
-    Accumulator<T> total[N], addend[N];
-    unpack(fetched.input, total);
-    unpack(fetched.residual, addend);
-    for (int j = 0; j < N; ++j) {
-      total[j] += addend[j];
+  template <typename Access, int kLanes, int N, int kVectors, typename Col>
+  FUSED_OP_HD void finish(const Fetched<N> (&fetched)[kVectors], Pack<T, N> (&row)[kVectors],
+                          Col col, Col width) const {
+    for (int i = 0; i < kVectors; ++i) {
+      Accumulator<T> total[N], addend[N];
+      unpack(fetched[i].input, total);
+      unpack(fetched[i].residual, addend);
+      for (int j = 0; j < N; ++j) {
+        total[j] += addend[j];
+      }
+      row[i] = pack_from<T, N>(total);
     }
-    const Pack<T, N> stored = pack_from<T, N>(total);
-    Access::store(sum, col, width, stored);
-    return stored;
+    Access::template store_row<kLanes>(sum, col, width, row);
   }
   FUSED_OP_HD const T* row() const { return sum; }
 };

@@ -88,8 +88,10 @@ void forward_row(const NormForwardArgs& args, std::int64_t row) {
   using A = Accumulator<T>;
   const Source source(args, row);
   for_each_pack(0, args.cols, [&](std::int64_t col, int) {
-    source.template finish<ByteAccess, kLanes>(
-        source.template fetch<ByteAccess, kLanes>(col, args.cols), col, args.cols);
+    using Fetched = typename Source::template Fetched<kLanes>;
+    const Fetched fetched[1] = {source.template fetch<ByteAccess, kLanes>(col, args.cols)};
+    Pack<T, kLanes> finished[1];
+    source.template finish<ByteAccess, 1>(fetched, finished, col, args.cols);
   });
   const T* values = source.row();
 

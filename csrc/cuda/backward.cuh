@@ -16,71 +16,95 @@
 
 namespace fused_op::cuda {
 
-// What norm_backward_kernel keeps of a row, as 16-byte slots per thread.
-template <typename W, typename Source, typename Tile>
+// What norm_backward_kernel keeps in shared memory: for each group of a row's kLanes lanes (a warp,
+// or less), the 16-byte blocks of its rows in flight, and the weight where registers are short.
+template <typename W, typename Source, typename Access, typename Tile>
 struct BackwardLayout {
   using T = typename Source::Element;
   static constexpr int N = kVector<T>;
-  // Weight in registers up to this size, in shared memory above: the accumulators need the rest.
-  static constexpr bool kWeightInRegisters = Tile::kVectors * N * sizeof(W) <= 32;
-  static constexpr int kWeightSlotsPerVector =
-      kWeightInRegisters ? 0 : N * sizeof(W) / kVectorBytes;
-  static constexpr int kStageSlots = Source::kGradStreams * Tile::kVectors;
-  // Rows in flight: three where the longest row of the tile leaves room for them.
-  static constexpr int slots(int stages) {
-    return stages * kStageSlots + Tile::kVectors * kWeightSlotsPerVector;
+  // Elements of a thread. With few of them, what the first pass over a row makes of them stays in
+  // registers for the second (shifted rows, which need more registers: the packs), and so does the
+  // weight.
+  static constexpr int kOwned = Tile::kVectors * N;
+  static constexpr bool kKeepRow = Access::kWholePacks && kOwned * sizeof(Accumulator<T>) <= 64;
+  static constexpr bool kKeepPacks = !Access::kWholePacks && Tile::kVectors <= 2;
+  static constexpr bool kKeepWeight = kOwned * sizeof(W) <= 32;
+  static constexpr int kWeightBlocks = kKeepWeight ? 0 : kOwned * sizeof(W) / kVectorBytes;
+  // Blocks a row has more than vectors where it need not begin with one. One would do, but where
+  // there is room, rows begin at multiples of 128 bytes in shared memory: H200, bf16, whole packs,
+  // 131072x1024, 32768x4096: 0.90, 0.86 of the limit with one, 0.95, 0.94 so.
+  static constexpr int kSpare = Access::kWholePacks  ? 0
+                                : Tile::kVectors > 3 ? 1
+                                : Tile::kLanes < 8   ? Tile::kLanes
+                                                     : 8;
+  static constexpr int kStreamBlocks = Tile::kLanes * Tile::kVectors + kSpare;
+  static constexpr int kStageBlocks = Source::kGradStreams * kStreamBlocks;
+  static constexpr int group_blocks(int stages) {
+    return stages * kStageBlocks + Tile::kLanes * kWeightBlocks;
   }
-  static constexpr int kStages = slots(3) * kMaxRowThreads * kVectorBytes <= 226 * 1024 ? 3 : 2;
-  static constexpr int kSlots = slots(kStages);
   // Registers: 128 a thread for several vectors, 85 for one.
   static constexpr bool kLight = Tile::kVectors == 1 && sizeof(Accumulator<T>) == 4;
   static constexpr int kThreads = kLight ? 256 : kMaxRowThreads;
-  static constexpr int kCtasPerSm = kLight ? 3 : 1;
+  static constexpr int kCtasPerSm = !kLight                                            ? 1
+                                    : Access::kWholePacks && Source::kGradStreams == 2 ? 3
+                                                                                       : 2;
+  // Rows in flight: three where the longest row of the tile leaves room for them.
+  static constexpr int kStages =
+      kMaxRowThreads / Tile::kLanes * group_blocks(3) * kVectorBytes <= 226 * 1024 ? 3 : 2;
+  static constexpr int kGroupBlocks = group_blocks(kStages);
 };
 
-// One 16-byte slot per thread and index; neighbouring threads have neighbouring slots, so that a
-// warp's access is conflict-free.
-struct ThreadSlots {
-  uint4* base;
-  template <typename P>
-  __device__ __forceinline__ P* at(int slot) const {
-    return reinterpret_cast<P*>(base + slot * blockDim.x + threadIdx.x);
-  }
-};
-
-template <typename Access, int N, typename T>
-__device__ __forceinline__ void copy_ahead(Pack<T, N>* slot, const T* row, int col, int width) {
-  if constexpr (Access::kWholePacks) {
-    __pipeline_memcpy_async(slot, row + col, sizeof(*slot));
-  } else {
-    T* const elements = reinterpret_cast<T*>(slot);
-#pragma unroll 1  // several loads at once spill beside the sums
-    for (int j = 0; j < N; ++j) {
-      elements[j] = col + j < width ? row[col + j] : static_cast<T>(0.0f);
-    }
-  }
+// Bytes by which a row begins after a multiple of 16; low bits are enough to tell.
+template <typename T>
+__device__ __forceinline__ int address_shift(const ConstRows& rows, std::int64_t row) {
+  const auto low = static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(rows.data));
+  const auto stride = static_cast<std::uint32_t>(rows.stride) * std::uint32_t{sizeof(T)};
+  return static_cast<int>((low + static_cast<std::uint32_t>(row) * stride) % kVectorBytes);
 }
 
-// partials: [gridDim.x, Norm::kGrads, cols], or null when no parameter gradient is wanted.
+// An address in shared memory, opaque, so that it stays in its register: the compiler would make it
+// anew, in five instructions, for each copy.
+__device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
+  auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
+  asm volatile("" : "+r"(address));
+  return address;
+}
+// Copies 16 bytes past the L1 cache; __pipeline_commit and __pipeline_wait_prior count them.
+__device__ __forceinline__ void copy_async(std::uint32_t to, std::uintptr_t from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// A row of partial sums is a whole number of the rows' vectors, so that it is stored in vectors.
+template <typename T>
+FUSED_OP_HD constexpr std::int64_t partial_stride(std::int64_t cols) {
+  return (cols + kVector<T> - 1) / kVector<T> * kVector<T>;
+}
+
+// partials: [gridDim.x, Norm::kGrads, partial_stride(cols)], or null where the grid is one CTA or
+// one cluster, which adds its sums up and writes the gradients itself.
 template <typename W, typename Norm, typename Source, typename Access, typename Tile>
-__global__ void __launch_bounds__(BackwardLayout<W, Source, Tile>::kThreads,
-                                  BackwardLayout<W, Source, Tile>::kCtasPerSm)
+__global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThreads,
+                                  BackwardLayout<W, Source, Access, Tile>::kCtasPerSm)
     norm_backward_kernel(const __grid_constant__ NormBackwardArgs args,
                          Accumulator<typename Source::Element>* partials) {
   using T = typename Source::Element;
   using A = Accumulator<T>;
+  using Layout = BackwardLayout<W, Source, Access, Tile>;
   constexpr int N = kVector<T>;
   constexpr int kLanes = Tile::kLanes;
   constexpr int kVectors = Tile::kVectors;
   constexpr int kStreams = Source::kGradStreams;
-  using Layout = BackwardLayout<W, Source, Tile>;
   constexpr int kStages = Layout::kStages;
-  constexpr bool kKeepWeight = Layout::kWeightInRegisters;
+  constexpr bool kKeepRow = Layout::kKeepRow;
+  constexpr bool kKeepPacks = Layout::kKeepPacks;
+  constexpr bool kKeepWeight = Layout::kKeepWeight;
   using WeightPack = Pack<W, N>;
 
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();  // sum_partials_kernel may be placed, and waits
+#endif
   extern __shared__ uint4 shared[];
   __shared__ PullbackSums<A> parts[2][kMaxRowThreads / kWarpSize];
-  const ThreadSlots slots{shared};
 
   const int warps = row_warps<Tile>((args.cols + N - 1) / N);
   const int row_threads = kLanes * warps;
@@ -91,46 +115,69 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Tile>::kThreads,
   const int width = static_cast<int>(args.cols);  // a row that fits into one CTA is short
   const int first_col = (warp * kVectors * kLanes + lane) * N;
   const auto col_of = [&](int i) { return first_col + i * kLanes * N; };
+  // Rows of this team: `turns` of them, `step` apart; its CTA takes `cta_turns`.
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * rows_at_once;
-  const std::int64_t first_row = static_cast<std::int64_t>(blockIdx.x) * rows_at_once;
-  const A inverse_cols = reciprocal(static_cast<A>(args.cols));
-  const A* stats = static_cast<const A*>(args.stats);
+  const std::int64_t cta_row = static_cast<std::int64_t>(blockIdx.x) * rows_at_once;
+  const std::int64_t first_row = cta_row + team;
+  const int cta_turns = static_cast<int>((args.rows - cta_row + step - 1) / step);
+  const int turns =
+      first_row < args.rows ? static_cast<int>((args.rows - first_row + step - 1) / step) : 0;
+  const A inverse_cols = reciprocal(static_cast<A>(width));
 
-  const auto copy_row_ahead = [&](std::int64_t row, int stage) {
-    if (row < args.rows) {
-      const ConstRows* const streams[3] = {&args.x, &args.grad_output, &args.grad_sum};
+  // This lane's blocks. Lane l reads back blocks l and l + 1, of which it copied the first.
+  uint4* const blocks = shared + threadIdx.x / kLanes * Layout::kGroupBlocks + lane;
+  const auto block_of = [&](int stage, int stream, int i) {
+    return blocks + (stage * kStreams + stream) * Layout::kStreamBlocks + i * kLanes;
+  };
+  // Where this lane's columns of the next row to copy begin, in each stream.
+  const ConstRows* const streams[3] = {&args.x, &args.grad_output, &args.grad_sum};
+  const T* ahead[kStreams];
+#pragma unroll
+  for (int s = 0; s < kStreams; ++s) {
+    ahead[s] = row_of<T>(*streams[s], first_row) + first_col;
+  }
+  const std::uint32_t to = shared_address(blocks);
+  const auto copy_ahead = [&](int turn, int stage) {
+    if (turn < turns) {
 #pragma unroll
       for (int s = 0; s < kStreams; ++s) {
-        const T* source = row_of<T>(*streams[s], row);
-#pragma unroll(Access::kWholePacks ? kVectors : 1)
-        for (int i = 0; i < kVectors; ++i) {
-          if (col_of(i) < width) {
-            copy_ahead<Access, N>(slots.at<Pack<T, N>>((stage * kStreams + s) * kVectors + i),
-                                  source, col_of(i), width);
+        const auto begin = reinterpret_cast<std::uintptr_t>(ahead[s]);
+        const auto end = reinterpret_cast<std::uintptr_t>(ahead[s] + (width - first_col));
+        const auto block = begin - (Access::kWholePacks ? 0 : begin % kVectorBytes);
+#pragma unroll
+        for (int i = 0; i < kVectors + (Access::kWholePacks ? 0 : 1); ++i) {
+          const auto from = block + i * (kLanes * kVectorBytes);
+          const bool in_row = Access::kWholePacks ? col_of(i) < width : from < end;
+          if (in_row && (i < kVectors || lane == 0)) {
+            const int slot = (stage * kStreams + s) * Layout::kStreamBlocks + i * kLanes;
+            copy_async(to + slot * kVectorBytes, from);
           }
         }
+        ahead[s] += step * streams[s]->stride;
       }
     }
     __pipeline_commit();  // an empty group too: the count of groups is the count of rows
   };
 
-#pragma unroll(Access::kWholePacks ? kStages - 1 : 1)
+#pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) {
-    copy_row_ahead(first_row + team + stage * step, stage);
+    copy_ahead(stage, stage);
   }
   WeightPack kept[kKeepWeight ? kVectors : 1];
   const auto* weight = static_cast<const W*>(args.weight);
+  constexpr int kWeightParts = sizeof(WeightPack) / kVectorBytes;
+  uint4* const weight_blocks = blocks + kStages * Layout::kStageBlocks;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const WeightPack pack = Access::template load_or<N>(weight, col_of(i), width, 1);
+    WeightPack pack = load_parameters<N>(weight, col_of(i), width, 1);
+    ShiftedAccess::clip(pack, width - col_of(i));
     if constexpr (kKeepWeight) {
       kept[i] = pack;
     } else {
-      constexpr int kParts = Layout::kWeightSlotsPerVector;
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        *slots.at<uint4>(kStages * kStreams * kVectors + i * kParts + part) =
-            reinterpret_cast<const uint4*>(&pack)[part];
+      for (int part = 0; part < kWeightParts; ++part) {
+        memcpy(weight_blocks + (i * kWeightParts + part) * kLanes, pack.words + 4 * part,
+               kVectorBytes);
       }
     }
   }
@@ -138,12 +185,11 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Tile>::kThreads,
     if constexpr (kKeepWeight) {
       unpack(kept[i], values);
     } else {
-      constexpr int kParts = Layout::kWeightSlotsPerVector;
       WeightPack pack;
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        reinterpret_cast<uint4*>(&pack)[part] =
-            *slots.at<uint4>(kStages * kStreams * kVectors + i * kParts + part);
+      for (int part = 0; part < kWeightParts; ++part) {
+        memcpy(pack.words + 4 * part, weight_blocks + (i * kWeightParts + part) * kLanes,
+               kVectorBytes);
       }
       unpack(pack, values);
     }
@@ -153,26 +199,47 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Tile>::kThreads,
   A dbias[kVectors][N] = {};
   int stage = 0;
   int parity = 0;
-  const auto saved_of = [&](std::int64_t row) {
-    return row < args.rows ? Norm::saved(stats, row, args.rows) : SavedStats<A>{};
+  // Statistics are read a row ahead, like the row itself, where two registers are left for them.
+  constexpr bool kStatsAhead = Access::kWholePacks || kKeepPacks;
+  const A* stats = static_cast<const A*>(args.stats) + first_row;
+  const auto next_saved = [&](int turn) {
+    const A* const here = stats;
+    stats += step;
+    return turn < turns ? Norm::saved(here, 0, args.rows) : SavedStats<A>{};
   };
-  SavedStats<A> next = saved_of(first_row + team);  // a row ahead, like the row itself
-  for (std::int64_t base = first_row; base < args.rows; base += step) {
-    const std::int64_t row = base + team;
-    const bool live = row < args.rows;
+  SavedStats<A> saved = kStatsAhead ? next_saved(0) : SavedStats<A>{};
+  T* dx = static_cast<T*>(args.grad_input) + first_row * args.cols;
+  for (int turn = 0; turn < cta_turns; ++turn) {
+    const int live_width = turn < turns ? width : 0;
+    if constexpr (!kStatsAhead) {
+      saved = next_saved(turn);
+    }
+    const Normalizer<A> normalizer = saved.normalizer();
+    if constexpr (kStatsAhead) {
+      saved = next_saved(turn + 1);
+    }
     if constexpr (!Access::kWholePacks) {
-      next = saved_of(row);  // not kept over a row: two registers that element-wise copies need
+      __syncwarp();  // the neighbours have read what is overwritten now
     }
-    const Normalizer<A> normalizer = next.normalizer();
-    if constexpr (Access::kWholePacks) {
-      next = saved_of(row + step);
-    }
-    copy_row_ahead(row + (kStages - 1) * step, stage == 0 ? kStages - 1 : stage - 1);
+    copy_ahead(turn + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
     __pipeline_wait_prior(kStages - 1);
+    if constexpr (!Access::kWholePacks) {
+      __syncwarp();  // their blocks have arrived too
+    }
 
-    const auto read = [&](int i, A(&xhat)[N], A(&dy)[N], A(&wdy)[N]) {
-      unpack(*slots.at<Pack<T, N>>((stage * kStreams + 0) * kVectors + i), xhat);
-      unpack(*slots.at<Pack<T, N>>((stage * kStreams + 1) * kVectors + i), dy);
+    // Lanes that take part in vector i: for shifted rows all of a warp, since they exchange.
+    const auto takes_part = [&](int i) {
+      return Access::kWholePacks ? col_of(i) < live_width : col_of(i) - lane * N < width;
+    };
+    const auto staged = [&](int stream, int i) {
+      return Access::template load_staged<N, T>(
+          block_of(stage, stream, i), address_shift<T>(*streams[stream], first_row + turn * step),
+          live_width - col_of(i));
+    };
+    const auto expand = [&](const Pack<T, N>& x_pack, const Pack<T, N>& dy_pack, int i, A(&xhat)[N],
+                            A(&dy)[N], A(&wdy)[N]) {
+      unpack(x_pack, xhat);
+      unpack(dy_pack, dy);
       weight_of(i, wdy);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
@@ -181,19 +248,27 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Tile>::kThreads,
       }
     };
 
+    Pack<T, N> kept_packs[2][kKeepPacks ? kVectors : 1];
+    A kept_xhat[kKeepRow ? kVectors : 1][N], kept_wdy[kKeepRow ? kVectors : 1][N];
     PullbackSums<A> sums{};
-    if (live) {
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        if (col_of(i) < width) {
-          A xhat[N], dy[N], wdy[N];
-          read(i, xhat, dy, wdy);
+    for (int i = 0; i < kVectors; ++i) {
+      if (takes_part(i)) {
+        A dy[N];
+        A(&xhat)[N] = kept_xhat[kKeepRow ? i : 0];
+        A(&wdy)[N] = kept_wdy[kKeepRow ? i : 0];
+        const Pack<T, N> x_pack = staged(0, i);
+        const Pack<T, N> dy_pack = staged(1, i);
+        if constexpr (kKeepPacks) {
+          kept_packs[0][i] = x_pack;
+          kept_packs[1][i] = dy_pack;
+        }
+        expand(x_pack, dy_pack, i, xhat, dy, wdy);
 #pragma unroll
-          for (int j = 0; j < N; ++j) {  // past the row's end dy is 0, and so is every term
-            sums.add(wdy[j], xhat[j]);
-            dweight[i][j] = multiply_add(dy[j], xhat[j], dweight[i][j]);
-            dbias[i][j] += dy[j];
-          }
+        for (int j = 0; j < N; ++j) {  // past the row's end dy is 0, and so is every term
+          sums.add(wdy[j], xhat[j]);
+          dweight[i][j] = multiply_add(dy[j], xhat[j], dweight[i][j]);
+          dbias[i][j] += dy[j];
         }
       }
     }
@@ -215,40 +290,54 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Tile>::kThreads,
       }
       parity ^= 1;
     }
-    if (live && args.grad_input != nullptr) {
+    if (args.grad_input != nullptr) {
       const Pullback<Norm, A> pullback(sums, normalizer, inverse_cols);
-      T* dx = static_cast<T*>(args.grad_input) + row * args.cols;
-      // Element-wise stores need registers of their own; nothing here is indexed by i then.
-#pragma unroll(Access::kWholePacks || kKeepWeight ? kVectors : 1)
+      constexpr bool kStoreAtOnce = Access::kWholePacks || !kKeepPacks;
+      Pack<T, N> results[kStoreAtOnce ? 1 : kVectors];
+      // Many shifted vectors: one at a time, nothing kept, or the registers do not suffice.
+#pragma unroll(Access::kWholePacks || kKeepPacks ? kVectors : 1)
       for (int i = 0; i < kVectors; ++i) {
-        if (col_of(i) < width) {
-          A xhat[N], dy[N], wdy[N];
-          read(i, xhat, dy, wdy);
+        if (takes_part(i)) {
+          A dy[N];
+          A(&xhat)[N] = kept_xhat[kKeepRow ? i : 0];
+          A(&wdy)[N] = kept_wdy[kKeepRow ? i : 0];
+          if constexpr (kKeepPacks) {
+            expand(kept_packs[0][i], kept_packs[1][i], i, xhat, dy, wdy);
+          } else if constexpr (!kKeepRow) {
+            expand(staged(0, i), staged(1, i), i, xhat, dy, wdy);
+          }
 #pragma unroll
           for (int j = 0; j < N; ++j) {
             xhat[j] = pullback(wdy[j], xhat[j]);
           }
           if constexpr (kStreams == 3) {
-            unpack(*slots.at<Pack<T, N>>((stage * kStreams + 2) * kVectors + i), dy);
+            unpack(staged(2, i), dy);
 #pragma unroll
             for (int j = 0; j < N; ++j) {
               xhat[j] += dy[j];
             }
           }
-          Access::store(dx, col_of(i), width, pack_from<T, N>(xhat));
+          results[kStoreAtOnce ? 0 : i] = pack_from<T, N>(xhat);
+          if constexpr (kStoreAtOnce) {
+            Access::template store_row<kLanes>(dx, col_of(i), live_width, results);
+          }
         }
       }
+      if constexpr (!kStoreAtOnce) {
+        Access::template store_row<kLanes>(dx, first_col, live_width, results);
+      }
     }
+    dx += step * args.cols;
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
-  if (partials == nullptr) {
+  if (args.grad_weight == nullptr && args.grad_bias == nullptr) {
     return;
   }
   __pipeline_wait_prior(0);  // shared memory is free for other use after the next barrier
 
   // The rows side by side in this CTA: first those that share a warp,
   A* const sums_of[2] = {&dweight[0][0], &dbias[0][0]};
-  constexpr int kOwned = kVectors * N;  // columns of this thread
+  constexpr int kOwned = Layout::kOwned;
 #pragma unroll
   for (int offset = kWarpSize / 2; offset >= kLanes; offset /= 2) {
 #pragma unroll
@@ -259,67 +348,75 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Tile>::kThreads,
       }
     }
   }
-  // then the upper half of the groups onto the lower half, until one is left. A thread's sums lie
-  // in its own slots, `group_threads` apart.
-  const int group_threads = kLanes < 32 ? kWarpSize : row_threads;
-  const int group = threadIdx.x / group_threads;
-  const int place = threadIdx.x % group_threads;
-  A* const exchange = reinterpret_cast<A*>(shared);
-  for (int groups = blockDim.x / group_threads; groups > 1;) {
-    const int kept_groups = (groups + 1) / 2;
-    __syncthreads();
-    A* const mine =
-        exchange + (group % kept_groups) * Norm::kGrads * kOwned * group_threads + place;
-    if (group >= kept_groups && group < groups) {
-#pragma unroll
-      for (int grad = 0; grad < Norm::kGrads; ++grad) {
-#pragma unroll
-        for (int k = 0; k < kOwned; ++k) {
-          mine[(grad * kOwned + k) * group_threads] = sums_of[grad][k];
-        }
-      }
-    }
-    __syncthreads();
-    if (group < groups - kept_groups) {
-#pragma unroll
-      for (int grad = 0; grad < Norm::kGrads; ++grad) {
-#pragma unroll
-        for (int k = 0; k < kOwned; ++k) {
-          sums_of[grad][k] += mine[(grad * kOwned + k) * group_threads];
-        }
-      }
-    }
-    groups = kept_groups;
-  }
-  if (group == 0 && place % kWarpSize < kLanes) {
-    A* const target = partials + static_cast<std::int64_t>(blockIdx.x) * Norm::kGrads * args.cols;
+  // then all of them, side by side in shared memory: a thread adds up whole columns.
+  const int row_cols = warps * kVectors * kLanes * N;
+  const int group_threads = kLanes < kWarpSize ? kWarpSize : row_threads;
+  const int groups = blockDim.x / group_threads;
+  A* const exchange = reinterpret_cast<A*>(shared);  // [groups, Norm::kGrads, row_cols]
+  __syncthreads();
+  if (threadIdx.x % kWarpSize < kLanes) {
+    A* const mine = exchange + threadIdx.x / group_threads * Norm::kGrads * row_cols;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      Access::store(target, col_of(i), width, as_pack(dweight[i]));
+      VectorAccess::store(mine, col_of(i), row_cols, as_pack(dweight[i]));
       if constexpr (Norm::kGrads == 2) {
-        Access::store(target + args.cols, col_of(i), width, as_pack(dbias[i]));
+        VectorAccess::store(mine + row_cols, col_of(i), row_cols, as_pack(dbias[i]));
+      }
+    }
+  }
+  __syncthreads();
+  constexpr int kFour = kVectorBytes / sizeof(A);  // columns at a time
+  const int stride = static_cast<int>(partial_stride<T>(width));
+#pragma unroll
+  for (int grad = 0; grad < Norm::kGrads; ++grad) {
+    for (int col = threadIdx.x * kFour; col < width; col += blockDim.x * kFour) {
+      A sums[kFour] = {};
+      for (int group = 0; group < groups; ++group) {
+        A addends[kFour];
+        unpack(VectorAccess::load<kFour>(exchange + (group * Norm::kGrads + grad) * row_cols, col,
+                                         row_cols),
+               addends);
+#pragma unroll
+        for (int j = 0; j < kFour; ++j) {
+          sums[j] += addends[j];
+        }
+      }
+      if (partials != nullptr) {
+        const std::int64_t part = static_cast<std::int64_t>(blockIdx.x) * Norm::kGrads + grad;
+        VectorAccess::store(partials + part * stride, col, stride, as_pack(sums));
+      } else {
+        auto* const target = static_cast<W*>(grad == 0 ? args.grad_weight : args.grad_bias);
+#pragma unroll
+        for (int j = 0; j < kFour; ++j) {
+          if (target != nullptr && col + j < width) {
+            target[col + j] = static_cast<W>(sums[j]);
+          }
+        }
       }
     }
   }
 }
 
-// Column sums of [parts, grads, cols] into the parameters' type. block: (32 columns, kSumRows).
+// Column sums of [parts, grads, stride] into the parameters' type. block: (32 columns, kSumRows).
 constexpr int kSumRows = 16;
 template <typename W, typename A>
 __global__ void __launch_bounds__(kWarpSize* kSumRows)
-    sum_partials_kernel(const A* partials, int parts, int grads, std::int64_t cols, W* grad_weight,
-                        W* grad_bias) {
+    sum_partials_kernel(const A* partials, int parts, int grads, std::int64_t stride,
+                        std::int64_t cols, W* grad_weight, W* grad_bias) {
   W* const target = blockIdx.y == 0 ? grad_weight : grad_bias;
   if (target == nullptr) {
     return;
   }
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
   __shared__ A sums[kSumRows][kWarpSize];
   const std::int64_t col = static_cast<std::int64_t>(blockIdx.x) * kWarpSize + threadIdx.x;
   A sum = 0;
   if (col < cols) {
 #pragma unroll 8
     for (int part = threadIdx.y; part < parts; part += kSumRows) {
-      sum += partials[(static_cast<std::int64_t>(part) * grads + blockIdx.y) * cols + col];
+      sum += partials[(static_cast<std::int64_t>(part) * grads + blockIdx.y) * stride + col];
     }
   }
   sums[threadIdx.y][threadIdx.x] = sum;
@@ -356,7 +453,9 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     A x[N], dy[N], w[N];
     unpack(Access::template load<N>(x_row, col, args.cols), x);
     unpack(Access::template load<N>(dy_row, col, args.cols), dy);
-    unpack(Access::template load_or<N>(weight, col, args.cols, 1), w);
+    Pack<W, N> weights = load_parameters<N>(weight, col, args.cols, 1);
+    ShiftedAccess::clip(weights, valid_elements(col, args.cols, N));
+    unpack(weights, w);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       sums.add(dy[j] * w[j], Norm::normalized(x[j], normalizer));
@@ -379,7 +478,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
 }
 
 // Second step: a thread owns N columns and walks over the rows of its chunk. grid: (column slabs,
-// row chunks); partials: [row chunks, Norm::kGrads, cols].
+// row chunks); partials: [row chunks, Norm::kGrads, partial_stride(cols)].
 constexpr int kColumnThreads = 128;
 template <typename W, typename Norm, typename Source, typename Access>
 __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
@@ -392,16 +491,13 @@ __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
 
   const std::int64_t col =
       (static_cast<std::int64_t>(blockIdx.x) * kColumnThreads + threadIdx.x) * N;
-  if (col >= args.cols) {
-    return;
-  }
   const A inverse_cols = reciprocal(static_cast<A>(args.cols));
   const A* stats = static_cast<const A*>(args.stats);
   const W* weight = static_cast<const W*>(args.weight);
   A w[N];
   A dweight[N] = {};
   A dbias[N] = {};
-  unpack(Access::template load_or<N>(weight, col, args.cols, 1), w);
+  unpack(load_parameters<N>(weight, col, args.cols, 1), w);
   const std::int64_t last_row = args.rows * (blockIdx.y + 1) / gridDim.y;
 #pragma unroll(sizeof(A) == 4 ? 2 : 1)
   for (std::int64_t row = args.rows * blockIdx.y / gridDim.y; row < last_row; ++row) {
@@ -429,14 +525,16 @@ __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
     }
     if (args.grad_input != nullptr) {
       T* dx_row = static_cast<T*>(args.grad_input) + row * args.cols;
-      Access::store(dx_row, col, args.cols, pack_from<T, N>(dx));
+      const Pack<T, N> result[1] = {pack_from<T, N>(dx)};
+      Access::template store_row<kWarpSize>(dx_row, col, args.cols, result);
     }
   }
   if (partials != nullptr) {
-    A* const target = partials + static_cast<std::int64_t>(blockIdx.y) * Norm::kGrads * args.cols;
-    Access::store(target, col, args.cols, as_pack(dweight));
+    const std::int64_t stride = partial_stride<T>(args.cols);
+    A* const target = partials + static_cast<std::int64_t>(blockIdx.y) * Norm::kGrads * stride;
+    VectorAccess::store(target, col, stride, as_pack(dweight));
     if constexpr (Norm::kGrads == 2) {
-      Access::store(target + args.cols, col, args.cols, as_pack(dbias));
+      VectorAccess::store(target + stride, col, stride, as_pack(dbias));
     }
   }
 }

@@ -26,16 +26,22 @@ __device__ __forceinline__ Moments<A> group_moments(const Pack<T, N> (&row)[kVec
     A total = 0;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const int first = i * kLanes * N;
+      const int valid = left - i * kLanes * N;
       A x[N];
       A part = 0;
       unpack(row[i], x);
+      if (Access::kWholePacks || valid >= N) {
 #pragma unroll
-      for (int j = 0; j < N; ++j) {
-        const A deviation = x[j] * scale - moments.mean;
-        part = add_term(Access::kWholePacks || first + j < left ? deviation : A(0), part);
+        for (int j = 0; j < N; ++j) {
+          part = add_term(x[j] * scale - moments.mean, part);
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          part = add_term(j < valid ? x[j] * scale - moments.mean : A(0), part);
+        }
       }
-      total += first < left ? part : A(0);
+      total += valid > 0 ? part : A(0);
     }
     return lane_sum<kLanes>(total);
   };
@@ -56,22 +62,22 @@ __device__ __forceinline__ Moments<A> group_moments(const Pack<T, N> (&row)[kVec
 }
 
 // The output of one vector.
-template <typename W, typename Norm, typename Access, int N, typename T, typename A, typename Col>
-__device__ __forceinline__ void store_normalized(const NormForwardArgs& args, T* output,
-                                                 const Pack<T, N>& pack, Col col, Col width,
-                                                 const Normalizer<A>& normalizer) {
+template <typename W, typename Norm, int N, typename T, typename A, typename Col>
+__device__ __forceinline__ Pack<T, N> output_of(const NormForwardArgs& args, const Pack<T, N>& pack,
+                                                Col col, Col width,
+                                                const Normalizer<A>& normalizer) {
   A x[N], w[N], b[N];
   unpack(pack, x);
-  unpack(Access::template load_or<N>(static_cast<const W*>(args.weight), col, width, 1), w);
+  unpack(load_parameters<N>(static_cast<const W*>(args.weight), col, width, 1), w);
   if constexpr (Norm::kCentered) {
-    unpack(Access::template load_or<N>(static_cast<const W*>(args.bias), col, width, 0), b);
+    unpack(load_parameters<N>(static_cast<const W*>(args.bias), col, width, 0), b);
   }
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     const A xhat = Norm::normalized(x[j], normalizer);
     x[j] = Norm::kCentered ? multiply_add(xhat, w[j], b[j]) : xhat * w[j];
   }
-  Access::store(output, col, width, pack_from<T, N>(x));
+  return pack_from<T, N>(x);
 }
 
 // How many of the `most` columns from `col` on are in the row.
@@ -79,6 +85,9 @@ __device__ __forceinline__ int valid_elements(std::int64_t col, std::int64_t col
   const std::int64_t left = cols - col;
   return left <= 0 ? 0 : left < most ? static_cast<int>(left) : most;
 }
+
+template <typename Tile, typename A>
+using ForwardExchange = PartExchange<Tile::kCluster ? kMaxParts : kMaxCtaParts, Tile::kCluster, A>;
 
 // Where a thread of norm_forward_kernel stands.
 struct RowPlace {
@@ -95,7 +104,8 @@ struct RowPlace {
 // so that the common path pays for it neither in registers nor in length.
 template <typename W, typename Norm, typename Source, typename Access, typename Tile, typename A>
 __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const RowPlace& place,
-                                              Moments<A> moments, WarpMoments<A>* parts) {
+                                              Moments<A> moments,
+                                              const ForwardExchange<Tile, A>& exchange) {
   using T = typename Source::Element;
   constexpr int N = kVector<T>;
   constexpr int kLanes = Tile::kLanes;
@@ -120,36 +130,32 @@ __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const
     }
     Moments<A> refined = mine.moments;
     if (place.warps > 1) {
-      __syncthreads();  // parts is read by all before it is written again
-      if (place.lane == 0) {
-        parts[place.warp] = mine;
-      }
-      __syncthreads();
-      refined = merge_moments<Norm::kCentered>(
-          place.lane < place.warps ? parts[place.lane] : WarpMoments<A>{}, cols, inverse_cols);
+      exchange.barrier();  // read by all before it is written again
+      exchange.put(place.warp, mine);
+      exchange.barrier();
+      refined = exchange.template merged<Norm::kCentered>(place.warps, cols, inverse_cols);
     }
     if (!trust && (attempt == 0 || overflowed(moments))) {
       moments = refined;
       scale = next_scale;
     }
   }
-  if (!place.live) {
-    return;
-  }
   const Normalizer<A> normalizer =
       Norm::normalizer(moments, scale, inverse_cols, static_cast<A>(args.eps));
-  if (args.stats != nullptr && place.lane == 0 && place.warp == 0) {
+  if (args.stats != nullptr && place.live && place.lane == 0 && place.warp == 0) {
     Norm::save(normalizer, moments, static_cast<A*>(args.stats), place.row, args.rows);
   }
   T* const output = static_cast<T*>(args.output) + place.row * args.cols;
 #pragma unroll 1
   for (int i = 0; i < Tile::kVectors; ++i) {
-    store_normalized<W, Norm, Access>(args, output, Access::template load<N>(row, col_of(i), width),
-                                      col_of(i), width, normalizer);
+    const Pack<T, N> pack = Access::template load<N>(row, col_of(i), width);
+    const Pack<T, N> result[1] = {output_of<W, Norm>(args, pack, col_of(i), width, normalizer)};
+    Access::template store_row<kLanes>(output, col_of(i), place.live ? width : 0, result);
   }
 }
 
-// grid: enough CTAs for all rows; block: whole rows (one row if it takes more than one warp).
+// grid: enough CTAs for all rows; block: whole rows (one row if it takes more than one warp); with
+// Tile::kCluster, a cluster a row.
 template <typename W, typename Norm, typename Source, typename Access, typename Tile>
 __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThreads,
                                   ForwardBounds<W, Source, Access, Tile>::kCtasPerSm)
@@ -162,14 +168,27 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
 
   constexpr int kWarpCols = kVectors * kLanes * N;
   const int width = static_cast<int>(args.cols);  // a row that fits into registers is short
-  const bool one_warp = Tile::kOneWarp || width <= kWarpCols;
-  const int warps = one_warp ? 1 : blockDim.x / kWarpSize;
+  const bool one_warp = !Tile::kCluster && (Tile::kOneWarp || width <= kWarpCols);
   const int lane = threadIdx.x % kLanes;
-  const int warp = one_warp ? 0 : threadIdx.x / kWarpSize;
-  const std::int64_t my_row =
-      one_warp
-          ? static_cast<std::int64_t>(blockIdx.x) * (blockDim.x / kLanes) + threadIdx.x / kLanes
-          : blockIdx.x;
+  int warps = 1;
+  int warp = 0;
+  std::int64_t my_row = blockIdx.x;
+  if (one_warp) {
+    my_row = static_cast<std::int64_t>(blockIdx.x) * (blockDim.x / kLanes) + threadIdx.x / kLanes;
+  } else {
+    warps = (width + kWarpCols - 1) / kWarpCols;
+    warp = threadIdx.x / kWarpSize;
+  }
+#if __CUDA_ARCH__ >= 900
+  if constexpr (Tile::kCluster) {
+    const auto cluster = cooperative_groups::this_cluster();
+    my_row /= cluster.num_blocks();
+    warp += static_cast<int>(cluster.block_rank() * (blockDim.x / kWarpSize));
+  }
+#endif
+  __shared__ WarpMoments<A> parts[Tile::kCluster ? kMaxParts : kMaxCtaParts];
+  const ForwardExchange<Tile, A> exchange{parts};
+  exchange.begin();
   const bool live = my_row < args.rows;  // the others shuffle along and store nothing
   const std::int64_t row = live ? my_row : args.rows - 1;
 
@@ -177,66 +196,61 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   const int first_col = (warp * kVectors * kLanes + lane) * N;
   const auto col_of = [&](int i) { return first_col + i * kLanes * N; };
   Pack<T, N> packs[kVectors];
-  constexpr int kBatch = kVectors < 4 ? kVectors : 4;  // loads in flight before the first use
+  typename Source::template Fetched<N> fetched[kVectors];
 #pragma unroll
-  for (int first = 0; first < kVectors; first += kBatch) {
-    typename Source::template Fetched<N> fetched[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      fetched[i] = source.template fetch<Access, N>(col_of(first + i), width);
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      packs[first + i] =
-          source.template finish<Access, N>(fetched[i], col_of(first + i), live ? width : 0);
-    }
+  for (int i = 0; i < kVectors; ++i) {
+    fetched[i] = source.template fetch<Access, N>(col_of(i), width);
   }
+  source.template finish<Access, kLanes>(fetched, packs, first_col, live ? width : 0);
 
-  __shared__ WarpMoments<A> parts[kMaxRowThreads / kWarpSize];
-  const A cols = static_cast<A>(args.cols);
+  const A cols = static_cast<A>(width);
   const A inverse_cols = reciprocal(cols);
-  const A count = static_cast<A>(min(width - warp * kWarpCols, kWarpCols));
+  // A cluster's last warps may have nothing.
+  const A count = static_cast<A>(max(min(width - warp * kWarpCols, kWarpCols), 0));
   Moments<A> moments =
       group_moments<Norm, Access, kLanes>(packs, width - first_col, count, A(1), false);
+  exchange.ready();
   if (warps > 1) {
-    if (lane == 0) {
-      parts[warp] = {count, moments};
+    if (warp < warps) {
+      exchange.put(warp, {count, moments});
     }
-    __syncthreads();
-    moments = merge_moments<Norm::kCentered>(lane < warps ? parts[lane] : WarpMoments<A>{}, cols,
-                                             inverse_cols);
+    exchange.barrier();
+    moments = exchange.template merged<Norm::kCentered>(warps, cols, inverse_cols);
   }
   // The same decision in every thread of a row; rows that share a warp go together.
   if (!__all_sync(kAllLanes, trusted(moments, cols))) {
     const RowPlace place{row, live, lane, warp, warps, first_col};
-    finish_untrusted<W, Norm, Source, Access, Tile>(args, place, moments, parts);
+    finish_untrusted<W, Norm, Source, Access, Tile>(args, place, moments, exchange);
     return;
   }
   const Normalizer<A> normalizer =
       Norm::normalizer(moments, A(1), inverse_cols, static_cast<A>(args.eps));
-  if (!live) {
-    return;
-  }
-  if (args.stats != nullptr && lane == 0 && warp == 0) {
+  if (args.stats != nullptr && live && lane == 0 && warp == 0) {
     Norm::save(normalizer, moments, static_cast<A*>(args.stats), row, args.rows);
   }
   T* output = static_cast<T*>(args.output) + row * args.cols;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    store_normalized<W, Norm, Access>(args, output, packs[i], col_of(i), width, normalizer);
+    packs[i] = output_of<W, Norm>(args, packs[i], col_of(i), width, normalizer);
+    if constexpr (Access::kWholePacks) {
+      Access::store(output, col_of(i), live ? width : 0, packs[i]);
+    }
+  }
+  if constexpr (!Access::kWholePacks) {
+    Access::template store_row<kLanes>(output, first_col, live ? width : 0, packs);
   }
 }
 
-// Rows longer than the registers of a CTA: one CTA a row, read a second time for the output.
+// Rows longer than the registers of a CTA: one CTA a row, read a second time for the output. Its
+// parts are those of ClusterTile, merged in the same order: both give the same bits.
 template <typename W, typename Norm, typename Source, typename Access>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     norm_forward_streamed_kernel(const __grid_constant__ NormForwardArgs args) {
   using T = typename Source::Element;
   using A = Accumulator<T>;
   constexpr int N = kVector<T>;
-  constexpr int kVectors = 2;
-  constexpr int kWarps = kMaxRowThreads / kWarpSize;
-  constexpr int kWarpCols = kVectors * kWarpSize * N;
+  constexpr int kVectors = ClusterTile::kVectors;
+  constexpr int kPartCols = kVectors * kWarpSize * N;
 
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
@@ -244,30 +258,38 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   const Source source(args, row);
   const A cols = static_cast<A>(args.cols);
   const A inverse_cols = reciprocal(cols);
+  const std::int64_t row_parts = (args.cols + kPartCols - 1) / kPartCols;
 
-  __shared__ WarpMoments<A> parts[kWarps];
+  using Exchange = PartExchange<kMaxParts, false, A>;
+  __shared__ WarpMoments<A> parts[kMaxParts];
+  const Exchange exchange{parts};
   const auto row_moments = [&](A scale, bool refined) {
-    WarpMoments<A> mine{};
-    for (std::int64_t begin = warp * kWarpCols; begin < args.cols; begin += kWarps * kWarpCols) {
+    exchange.barrier();  // read by all before it is written again
+    for (std::int64_t part = warp; part < row_parts; part += kMaxCtaParts) {
+      const std::int64_t begin = part * kPartCols;
       Pack<T, N> packs[kVectors];
+      typename Source::template Fetched<N> fetched[kVectors];
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
-        const std::int64_t col = begin + (i * kWarpSize + lane) * N;
-        packs[i] = source.template finish<Access, N>(
-            source.template fetch<Access, N>(col, args.cols), col, args.cols);
+        fetched[i] =
+            source.template fetch<Access, N>(begin + (i * kWarpSize + lane) * N, args.cols);
       }
-      const int in_row = valid_elements(begin, args.cols, kWarpCols);
+      source.template finish<Access, kWarpSize>(fetched, packs, begin + lane * N, args.cols);
+      const int in_row = valid_elements(begin, args.cols, kPartCols);
       const A count = static_cast<A>(in_row);
-      mine = append(mine, {count, group_moments<Norm, Access, kWarpSize>(packs, in_row - lane * N,
-                                                                         count, scale, refined)});
+      WarpMoments<A> mine{count, group_moments<Norm, Access, kWarpSize>(packs, in_row - lane * N,
+                                                                        count, scale, refined)};
+      const int slot = static_cast<int>(part % kMaxParts);
+      if (part >= kMaxParts) {  // this warp filled the slot before
+        __syncwarp();
+        mine = append(parts[slot], mine);
+      }
+      __syncwarp();
+      exchange.put(slot, mine);
     }
-    __syncthreads();  // parts is read by all before it is written again
-    if (lane == 0) {
-      parts[warp] = mine;
-    }
-    __syncthreads();
-    return merge_moments<Norm::kCentered>(lane < kWarps ? parts[lane] : WarpMoments<A>{}, cols,
-                                          inverse_cols);
+    exchange.barrier();
+    return exchange.template merged<Norm::kCentered>(
+        static_cast<int>(row_parts < kMaxParts ? row_parts : kMaxParts), cols, inverse_cols);
   };
   // Attempts: as it is, refined, refined and scaled; one copy of the code.
   A scale = 1;
@@ -288,14 +310,19 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
 
   const T* values = source.row();
   T* output = static_cast<T*>(args.output) + row * args.cols;
-  for (std::int64_t begin = warp * kWarpCols; begin < args.cols; begin += kWarps * kWarpCols) {
+  for (std::int64_t part = warp; part < row_parts; part += kMaxCtaParts) {
+    const std::int64_t begin = part * kPartCols;
+    Pack<T, N> results[kVectors];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const std::int64_t col = begin + (i * kWarpSize + lane) * N;
-      store_normalized<W, Norm, Access>(args, output,
-                                        Access::template load<N>(values, col, args.cols), col,
-                                        args.cols, normalizer);
+      results[i] = Access::template load<N>(values, begin + (i * kWarpSize + lane) * N, args.cols);
     }
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      results[i] = output_of<W, Norm>(args, results[i], begin + (i * kWarpSize + lane) * N,
+                                      args.cols, normalizer);
+    }
+    Access::template store_row<kWarpSize>(output, begin + lane * N, args.cols, results);
   }
 }
 

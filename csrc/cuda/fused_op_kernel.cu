@@ -22,7 +22,7 @@ DeviceInfo read_device_info(int device) {
   cudaDeviceGetAttribute(&info.multiprocessors, cudaDevAttrMultiProcessorCount, device);
   cudaDeviceGetAttribute(&info.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  info.overlaps_launches = major >= 9;
+  info.hopper = major >= 9;
   return info;
 }
 

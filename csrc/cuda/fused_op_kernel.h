@@ -15,7 +15,7 @@ namespace fused_op::cuda {
 cudaError_t norm_forward(const NormForwardArgs& args, cudaStream_t stream);
 
 // Bytes of scratch that norm_backward needs for these args on the current device; may be 0.
-// Reads the shape, dtypes and which gradients are wanted; args.workspace is not read.
+// args.workspace is not read.
 std::size_t norm_backward_workspace(const NormBackwardArgs& args);
 cudaError_t norm_backward(const NormBackwardArgs& args, cudaStream_t stream);
 

@@ -24,36 +24,78 @@ auto with_access(std::int64_t cols, std::initializer_list<ConstRows> rows, Funct
     whole = whole && vector_aligned(each.data) && each.stride % kVector<T> == 0;
   }
   return whole ? function.template operator()<VectorAccess>()
-               : function.template operator()<ElementAccess>();
+               : function.template operator()<ShiftedAccess>();
 }
 
-// A dense argument, as rows; one row where it is a parameter.
-inline ConstRows dense(const void* data, std::int64_t stride = 0) { return {data, stride}; }
+// A dense argument, as rows.
+inline ConstRows dense(const void* data) { return {data, 0}; }
+
+// Whether rows that one CTA's registers cannot hold lie over a cluster, or are streamed; the bits
+// are the same. A cluster fills the GPU where rows are few, but its launch costs microseconds:
+// H200, bf16, streamed and in clusters, share of the copy limit, LayerNorm: 0.81 0.66 at
+// 4096x32768, 0.64 0.60 at 2048x65536, 0.57 0.54 at 1024x131072; RmsNorm: 0.87 0.77, 0.69 0.73,
+// 0.59 0.70. One row of 262144: 52 us and 7.
+template <typename Norm>
+bool in_cluster(const NormForwardArgs& args, std::int64_t vectors) {
+  const std::int64_t warps = row_warps<ClusterTile>(vectors);
+  const bool few = args.rows < device_info().multiprocessors;
+  const bool better = !Norm::kCentered && warps >= 64 && warps <= 128;
+  return device_info().hopper && vectors <= kMaxClusterVectors && (few || better);
+}
+
+// A row a cluster: as few CTAs as hold it, or, where rows are few, as many as fill the GPU with
+// four warps or more each.
+template <typename Kernel>
+void launch_clusters(Kernel* kernel, const NormForwardArgs& args, std::int64_t vectors,
+                     cudaStream_t stream) {
+  const std::int64_t warps = row_warps<ClusterTile>(vectors);
+  const std::int64_t least = ceil_div(warps, kMaxRowThreads / kWarpSize);
+  const std::int64_t most = std::max(least, std::min<std::int64_t>(kMaxCluster, warps / 4));
+  const std::int64_t wanted =
+      std::clamp(ceil_div(device_info().multiprocessors, args.rows), least, most);
+  const std::int64_t cta_warps = ceil_div(warps, wanted);
+  const auto ctas = static_cast<unsigned>(ceil_div(warps, cta_warps));
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(args.rows) * ctas);
+  config.blockDim = dim3(static_cast<unsigned>(cta_warps * kWarpSize));
+  config.stream = stream;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {ctas, 1, 1};
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  if (ctas > 8) {  // more than every GPU with clusters has to offer; a failure shows at the launch
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  cudaLaunchKernelEx(&config, kernel, args);
+}
 
 template <typename T, typename W>
 cudaError_t launch_forward(const NormForwardArgs& args, cudaStream_t stream) {
   const std::int64_t vectors = ceil_div(args.cols, kVector<T>);
   with_norm(args.kind, [&]<typename Norm>() {
     with_source<T>(args.residual, [&]<typename Source>() {
-      with_access<T>(args.cols,
-                     {args.input, args.residual, dense(args.output), dense(args.sum),
-                      dense(args.weight), dense(args.bias)},
-                     [&]<typename Access>() {
-                       if (vectors > kMaxForwardVectors) {
-                         const auto grid = static_cast<unsigned>(args.rows);
-                         norm_forward_streamed_kernel<W, Norm, Source, Access>
-                             <<<grid, kMaxRowThreads, 0, stream>>>(args);
-                         return;
-                       }
-                       with_forward_tile(vectors, [&]<typename Tile>() {
-                         const int row_threads = Tile::kLanes * row_warps<Tile>(vectors);
-                         const int threads = row_threads <= kWarpSize ? 128 : row_threads;
-                         const auto grid =
-                             static_cast<unsigned>(ceil_div(args.rows, threads / row_threads));
-                         norm_forward_kernel<W, Norm, Source, Access, Tile>
-                             <<<grid, threads, 0, stream>>>(args);
-                       });
-                     });
+      with_access<T>(
+          args.cols, {args.input, args.residual, dense(args.output), dense(args.sum)},
+          [&]<typename Access>() {
+            if (vectors > kMaxForwardVectors) {
+              if (in_cluster<Norm>(args, vectors)) {
+                launch_clusters(norm_forward_kernel<W, Norm, Source, Access, ClusterTile>, args,
+                                vectors, stream);
+              } else {
+                norm_forward_streamed_kernel<W, Norm, Source, Access>
+                    <<<static_cast<unsigned>(args.rows), kMaxRowThreads, 0, stream>>>(args);
+              }
+              return;
+            }
+            with_forward_tile(vectors, [&]<typename Tile>() {
+              const int row_threads = Tile::kLanes * row_warps<Tile>(vectors);
+              const int threads = row_threads <= kWarpSize ? 128 : row_threads;
+              const auto grid = static_cast<unsigned>(ceil_div(args.rows, threads / row_threads));
+              norm_forward_kernel<W, Norm, Source, Access, Tile>
+                  <<<grid, threads, 0, stream>>>(args);
+            });
+          });
     });
   });
   return cudaGetLastError();
@@ -69,26 +111,36 @@ struct BackwardPlan {
   std::size_t partials_bytes;
 };
 
-template <typename W, typename Norm, typename Source, typename Tile>
+template <typename W, typename Norm, typename Source, typename Access, typename Tile>
 BackwardPlan plan_backward(const NormBackwardArgs& args) {
   using T = typename Source::Element;
   using A = Accumulator<T>;
-  using Layout = BackwardLayout<W, Source, Tile>;
+  using Layout = BackwardLayout<W, Source, Access, Tile>;
   const DeviceInfo& device = device_info();
   const std::int64_t vectors = ceil_div(args.cols, kVector<T>);
   BackwardPlan plan{};
   const int row_threads = Tile::kLanes * row_warps<Tile>(vectors);
-  const int most_threads = std::min<int>(
-      Layout::kThreads, (device.shared_bytes - 1024) / (Layout::kSlots * kVectorBytes));
-  plan.at_once = vectors <= kMaxBackwardVectors && row_threads <= most_threads;
+  constexpr int kGroupBytes = Layout::kGroupBlocks * kVectorBytes;
+  const auto threads_with = [&](int group_blocks) {
+    const int groups = (device.shared_bytes - 1024) / (group_blocks * kVectorBytes);
+    return std::min(Layout::kThreads, groups * Tile::kLanes);
+  };
+  const int most_threads = threads_with(Layout::kGroupBlocks);
+  // Decided alike for both kinds of access: a row's sums must not depend on its address.
+  using Shifted = BackwardLayout<W, Source, ShiftedAccess, Tile>;
+  plan.at_once = vectors <= kMaxBackwardVectors &&
+                 row_threads <= std::min(most_threads, threads_with(Shifted::kGroupBlocks));
   if (plan.at_once) {
-    // As many rows side by side as the CTA holds, but first a CTA for every multiprocessor.
-    const std::int64_t rows_per_sm = ceil_div(args.rows, device.multiprocessors);
+    // One CTA where it holds all rows, and needs no partial sums then. Else a CTA for every
+    // multiprocessor comes first, and then as many rows side by side as it holds.
+    const std::int64_t rows_per_cta = args.rows <= most_threads / row_threads
+                                          ? args.rows
+                                          : ceil_div(args.rows, device.multiprocessors);
     const int unit = std::max(row_threads, kWarpSize);
-    const std::int64_t units =
-        std::clamp<std::int64_t>(ceil_div(rows_per_sm * row_threads, unit), 1, most_threads / unit);
+    const std::int64_t units = std::clamp<std::int64_t>(ceil_div(rows_per_cta * row_threads, unit),
+                                                        1, most_threads / unit);
     plan.threads = static_cast<int>(units) * unit;
-    plan.shared_bytes = static_cast<std::size_t>(plan.threads) * Layout::kSlots * kVectorBytes;
+    plan.shared_bytes = static_cast<std::size_t>(plan.threads / Tile::kLanes) * kGroupBytes;
     plan.parts = std::min<std::int64_t>(device.multiprocessors * Layout::kCtasPerSm,
                                         ceil_div(args.rows, plan.threads / row_threads));
   } else {
@@ -98,9 +150,10 @@ BackwardPlan plan_backward(const NormBackwardArgs& args) {
     plan.row_sums_bytes = static_cast<std::size_t>(args.rows) * sizeof(PullbackSums<A>);
     plan.row_sums_bytes = (plan.row_sums_bytes + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
   }
-  if (args.grad_weight != nullptr || args.grad_bias != nullptr) {
-    plan.partials_bytes =
-        static_cast<std::size_t>(plan.parts) * Norm::kGrads * args.cols * sizeof(A);
+  const bool wanted = args.grad_weight != nullptr || args.grad_bias != nullptr;
+  if (wanted && !(plan.at_once && plan.parts == 1)) {
+    plan.partials_bytes = static_cast<std::size_t>(plan.parts) * Norm::kGrads *
+                          partial_stride<T>(args.cols) * sizeof(A);
   }
   return plan;
 }
@@ -109,22 +162,27 @@ template <typename T, typename Function>
 auto with_backward_variant(const NormBackwardArgs& args, Function&& function) {
   return with_norm(args.kind, [&]<typename Norm>() {
     return with_source<T>(args.grad_sum, [&]<typename Source>() {
-      return with_backward_tile(ceil_div(args.cols, kVector<T>), [&]<typename Tile>() {
-        return function.template operator()<Norm, Source, Tile>();
-      });
+      return with_access<T>(
+          args.cols, {args.x, args.grad_output, args.grad_sum, dense(args.grad_input)},
+          [&]<typename Access>() {
+            return with_backward_tile(ceil_div(args.cols, kVector<T>), [&]<typename Tile>() {
+              return function.template operator()<Norm, Source, Access, Tile>();
+            });
+          });
     });
   });
 }
 
 template <typename T, typename W>
 std::size_t backward_workspace(const NormBackwardArgs& args) {
-  return with_backward_variant<T>(args, [&]<typename Norm, typename Source, typename Tile>() {
-    const BackwardPlan plan = plan_backward<W, Norm, Source, Tile>(args);
-    return plan.row_sums_bytes + plan.partials_bytes;
-  });
+  return with_backward_variant<T>(
+      args, [&]<typename Norm, typename Source, typename Access, typename Tile>() {
+        const BackwardPlan plan = plan_backward<W, Norm, Source, Access, Tile>(args);
+        return plan.row_sums_bytes + plan.partials_bytes;
+      });
 }
 
-template <typename W, typename A>
+template <typename T, typename W, typename A>
 cudaError_t launch_sum_partials(const NormBackwardArgs& args, const A* partials, std::int64_t parts,
                                 int grads, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
@@ -136,49 +194,44 @@ cudaError_t launch_sum_partials(const NormBackwardArgs& args, const A* partials,
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &overlap;
-  config.numAttrs = device_info().overlaps_launches ? 1 : 0;
+  config.numAttrs = device_info().hopper ? 1 : 0;
   return cudaLaunchKernelEx(&config, sum_partials_kernel<W, A>, partials, static_cast<int>(parts),
-                            grads, args.cols, static_cast<W*>(args.grad_weight),
-                            static_cast<W*>(args.grad_bias));
+                            grads, partial_stride<T>(args.cols), args.cols,
+                            static_cast<W*>(args.grad_weight), static_cast<W*>(args.grad_bias));
 }
 
 template <typename T, typename W>
 cudaError_t launch_backward(const NormBackwardArgs& args, cudaStream_t stream) {
-  return with_backward_variant<T>(args, [&]<typename Norm, typename Source, typename Tile>() {
-    using A = Accumulator<T>;
-    const BackwardPlan plan = plan_backward<W, Norm, Source, Tile>(args);
-    auto* const row_sums = static_cast<PullbackSums<A>*>(args.workspace);
-    auto* const partials =
-        plan.partials_bytes == 0
-            ? nullptr
-            : reinterpret_cast<A*>(static_cast<char*>(args.workspace) + plan.row_sums_bytes);
-    with_access<T>(
-        args.cols,
-        {args.x, args.grad_output, args.grad_sum, dense(args.grad_input), dense(args.weight)},
-        [&]<typename Access>() {
-          if (plan.at_once) {
-            const auto kernel = norm_backward_kernel<W, Norm, Source, Access, Tile>;
-            cudaFuncSetAttribute(
-                kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                static_cast<int>(plan.shared_bytes));  // a failure shows at the launch
-            kernel<<<static_cast<unsigned>(plan.parts), plan.threads, plan.shared_bytes, stream>>>(
-                args, partials);
-          } else {
-            const auto slabs =
-                static_cast<unsigned>(ceil_div(ceil_div(args.cols, kVector<T>), kColumnThreads));
-            norm_backward_row_sums_kernel<W, Norm, Source, Access>
-                <<<static_cast<unsigned>(args.rows), kMaxRowThreads, 0, stream>>>(args, row_sums);
-            norm_backward_columns_kernel<W, Norm, Source, Access>
-                <<<dim3(slabs, static_cast<unsigned>(plan.parts)), kColumnThreads, 0, stream>>>(
-                    args, row_sums, partials);
-          }
-        });
-    const cudaError_t launched = cudaGetLastError();
-    if (launched != cudaSuccess || partials == nullptr) {
-      return launched;
-    }
-    return launch_sum_partials<W>(args, partials, plan.parts, Norm::kGrads, stream);
-  });
+  return with_backward_variant<T>(
+      args, [&]<typename Norm, typename Source, typename Access, typename Tile>() {
+        using A = Accumulator<T>;
+        const BackwardPlan plan = plan_backward<W, Norm, Source, Access, Tile>(args);
+        auto* const row_sums = static_cast<PullbackSums<A>*>(args.workspace);
+        auto* const partials =
+            plan.partials_bytes == 0
+                ? nullptr
+                : reinterpret_cast<A*>(static_cast<char*>(args.workspace) + plan.row_sums_bytes);
+        if (plan.at_once) {
+          const auto kernel = norm_backward_kernel<W, Norm, Source, Access, Tile>;
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(plan.shared_bytes));  // fails at the launch, if so
+          kernel<<<static_cast<unsigned>(plan.parts), plan.threads, plan.shared_bytes, stream>>>(
+              args, partials);
+        } else {
+          const auto slabs =
+              static_cast<unsigned>(ceil_div(ceil_div(args.cols, kVector<T>), kColumnThreads));
+          norm_backward_row_sums_kernel<W, Norm, Source, Access>
+              <<<static_cast<unsigned>(args.rows), kMaxRowThreads, 0, stream>>>(args, row_sums);
+          norm_backward_columns_kernel<W, Norm, Source, Access>
+              <<<dim3(slabs, static_cast<unsigned>(plan.parts)), kColumnThreads, 0, stream>>>(
+                  args, row_sums, partials);
+        }
+        const cudaError_t launched = cudaGetLastError();
+        if (launched != cudaSuccess || partials == nullptr) {
+          return launched;
+        }
+        return launch_sum_partials<T, W>(args, partials, plan.parts, Norm::kGrads, stream);
+      });
 }
 
 }  // namespace fused_op::cuda

@@ -15,8 +15,8 @@ namespace fused_op::cuda {
 
 struct DeviceInfo {
   int multiprocessors;
-  int shared_bytes;        // of one CTA, opted in
-  bool overlaps_launches;  // programmatic dependent launch (sm_90)
+  int shared_bytes;  // of one CTA, opted in
+  bool hopper;       // sm_90 or newer: clusters, programmatic dependent launch
 };
 const DeviceInfo& device_info();  // of the current device; read once per process
 

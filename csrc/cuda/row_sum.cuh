@@ -3,7 +3,10 @@
 // same bits wherever it stands. Device code only; torch-free.
 #pragma once
 
+#include <cooperative_groups.h>
+
 #include "core/norm_math.h"
+#include "cuda/row_tile.h"
 
 namespace fused_op::cuda {
 
@@ -59,27 +62,90 @@ __device__ __forceinline__ WarpMoments<A> append(const WarpMoments<A>& so_far,
            a.second + b.second + difference * step * so_far.count}};
 }
 
-// Merges what lane i holds for part i of a row (lanes without a part hold count 0; lane 0 has one).
-// Means are only ever compared with the first part's mean: no cancellation, and a constant row
-// stays exactly constant.
-template <bool kCentered, typename A>
+// Merges what lane i of every kParts neighbouring lanes holds for part i of a row (lanes without a
+// part hold count 0; lane 0 has one). Means are only ever compared with the first part's mean: no
+// cancellation, and a constant row stays exactly constant.
+template <bool kCentered, int kParts, typename A>
 __device__ __forceinline__ Moments<A> merge_moments(const WarpMoments<A>& part, A cols,
                                                     A inverse_cols) {
   Moments<A> merged{};
   A deviation = 0;
   if constexpr (kCentered) {
-    const A pivot = __shfl_sync(kAllLanes, part.moments.mean, 0);
+    const A pivot = __shfl_sync(kAllLanes, part.moments.mean, 0, kParts);
     deviation = part.count > A(0) ? part.moments.mean - pivot + part.moments.rest : A(0);
-    const A step = lane_sum<kWarpSize>(part.count * deviation) * inverse_cols;
+    const A step = lane_sum<kParts>(part.count * deviation) * inverse_cols;
     merged.mean = pivot + step;
     merged.rest = step - (merged.mean - pivot);
     deviation = part.count > A(0) ? part.moments.mean - merged.mean + part.moments.rest : A(0);
   }
-  merged.second = lane_sum<kWarpSize>(part.moments.second + part.count * deviation * deviation);
+  merged.second = lane_sum<kParts>(part.moments.second + part.count * deviation * deviation);
   if constexpr (kCentered) {
     merged.second -= cols * merged.rest * merged.rest;
   }
   return merged;
 }
+
+// How the warps of a row exchange their parts: through the shared memory of their CTA, or of every
+// CTA of their cluster. The parts are merged in an order that depends on their number alone, and
+// alike in both, since a part of no elements adds nothing.
+template <int kMaxParts, bool kCluster, typename A>
+struct PartExchange {
+  WarpMoments<A>* parts;  // [kMaxParts] in shared memory
+
+#if __CUDA_ARCH__ >= 900
+  __device__ __forceinline__ void begin() const {  // shared memory of a CTA exists once it runs
+    if constexpr (kCluster) {
+      cooperative_groups::cluster_group::barrier_arrive();
+    }
+  }
+  __device__ __forceinline__ void ready() const {
+    if constexpr (kCluster) {
+      cooperative_groups::cluster_group::barrier_wait();
+    }
+  }
+  __device__ __forceinline__ void barrier() const {
+    if constexpr (kCluster) {
+      cooperative_groups::cluster_group::sync();
+    } else {
+      __syncthreads();
+    }
+  }
+  __device__ __forceinline__ void put(int warp, const WarpMoments<A>& mine) const {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    if constexpr (kCluster) {
+      const auto cluster = cooperative_groups::this_cluster();
+      if (lane < static_cast<int>(cluster.num_blocks())) {
+        *cluster.map_shared_rank(parts + warp, lane) = mine;
+      }
+    } else if (lane == 0) {
+      parts[warp] = mine;
+    }
+  }
+#else  // no clusters: the launcher streams such rows
+  __device__ __forceinline__ void begin() const {}
+  __device__ __forceinline__ void ready() const {}
+  __device__ __forceinline__ void barrier() const { __syncthreads(); }
+  __device__ __forceinline__ void put(int warp, const WarpMoments<A>& mine) const {
+    if (threadIdx.x % kWarpSize == 0) {
+      parts[warp] = mine;
+    }
+  }
+#endif
+
+  // The moments of a row of `warps` parts; valid in every lane.
+  template <bool kCentered>
+  __device__ __forceinline__ Moments<A> merged(int warps, A cols, A inverse_cols) const {
+    constexpr int kLanes = kMaxParts < kWarpSize ? kMaxParts : kWarpSize;
+    const int lane = static_cast<int>(threadIdx.x) % kLanes;
+    WarpMoments<A> mine = lane < warps ? parts[lane] : WarpMoments<A>{};
+    if constexpr (kMaxParts > kWarpSize) {
+#pragma unroll 1
+      for (int part = lane + kWarpSize; part < warps; part += kWarpSize) {
+        mine = append(mine, parts[part]);
+      }
+    }
+    return merge_moments<kCentered, kLanes>(mine, cols, inverse_cols);
+  }
+};
 
 }  // namespace fused_op::cuda

@@ -12,12 +12,12 @@
 
 namespace fused_op::cuda {
 
-template <int kLanes_, int kVectors_>
+template <int kLanes_, int kVectors_, bool kCluster_ = false>
 struct RowTile {
   static constexpr int kLanes = kLanes_;
   static constexpr int kVectors = kVectors_;
-  // Short rows: several rows, or one, to a warp.
-  static constexpr bool kOneWarp = kLanes < 32 || kVectors == 1;
+  static constexpr bool kCluster = kCluster_;    // forward: a row's warps are those of a cluster
+  static constexpr bool kOneWarp = kLanes < 32;  // several rows to a warp
 };
 
 // Warps that share a row of `vectors` 16-byte vectors.
@@ -30,7 +30,14 @@ FUSED_OP_HD constexpr int row_warps(std::int64_t vectors) {
 // Forward: a CTA holds one row, or several rows of one warp at most. Registers are capped so that
 // many CTAs are resident: loads of one overlap the arithmetic of the others. No cap may spill.
 constexpr int kMaxRowThreads = 512;
-constexpr std::int64_t kMaxForwardVectors = kMaxRowThreads * 4;  // longer rows are streamed
+constexpr std::int64_t kMaxForwardVectors = kMaxRowThreads * 4;  // of a row in one CTA
+// Longer rows are read twice by one CTA, or lie over the CTAs of a cluster (sm_90), at most
+// kMaxCluster of them.
+constexpr int kMaxCluster = 16;
+using ClusterTile = RowTile<32, 4, true>;
+constexpr int kMaxCtaParts = kMaxRowThreads / 32;  // warps
+constexpr int kMaxParts = kMaxCtaParts * kMaxCluster;
+constexpr std::int64_t kMaxClusterVectors = kMaxForwardVectors * kMaxCluster;
 template <typename W, typename Source, typename Access, typename Tile>
 struct ForwardBounds {
   static constexpr int kThreads = Tile::kOneWarp ? 128 : kMaxRowThreads;
@@ -59,11 +66,13 @@ auto with_forward_tile(std::int64_t vectors, Function&& function) {
 constexpr std::int64_t kMaxBackwardVectors = kMaxRowThreads * 4;
 
 // How good `per_lane` vectors a lane are for rows of `vectors`: the share of a CTA's lanes that
-// have work, less where only one row fits, since its barriers then stop the whole multiprocessor.
+// have work, less where only one row fits, since its barriers then stop the whole multiprocessor,
+// and less where a thread has too much to keep the row in registers.
 constexpr std::int64_t backward_merit(std::int64_t vectors, int per_lane) {
   const std::int64_t warps = (vectors + 32 * per_lane - 1) / (32 * per_lane);
   const std::int64_t rows = kMaxRowThreads / 32 / warps;
-  return rows * vectors * (rows == 1 ? 9 : 10) * 12 / per_lane;  // 12: divisible by 2, 3, 4
+  return rows * vectors * (rows == 1 ? 9 : 10) * (per_lane == 2 ? 4 : 3) *
+         (12 / per_lane);  // 12: divisible by 2, 3, 4
 }
 
 template <typename Function>

@@ -1,0 +1,61 @@
+"""Runs every CUDA kernel on small inputs, for tools that watch memory and threads.
+
+    compute-sanitizer --tool memcheck python -m tests.every_kernel
+    compute-sanitizer --tool racecheck python -m tests.every_kernel --dtype bfloat16
+
+It checks no values (the tests do): each call has a shape that another tile of the kernels takes,
+and rows that begin at multiples of 16 bytes or do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from tests.ops import OPS, PAIRS
+
+# Rows, and 16-byte vectors of a row: the tiles of csrc/cuda/row_tile.h from one lane a row to a
+# CTA, then rows in a cluster, too long for one, and streamed.
+SHAPES = (
+    *((rows, vectors) for rows in (3, 200) for vectors in (1, 2, 4, 8, 16, 32, 64, 128)),
+    *((5, vectors) for vectors in (320, 1024, 1536, 2048)),
+    *((2, vectors) for vectors in (4096, 32769)),
+    (140, 2049),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--dtype", help="of the input; default: all")
+    chosen = parser.parse_args().dtype
+    calls = 0
+    for pair in PAIRS:
+        if chosen is not None and pair.rows != getattr(torch, chosen):
+            continue
+        for rows, vectors in SHAPES:
+            cols = vectors * 16 // pair.rows.itemsize
+            for shift in (0, 1):
+                for op in OPS:
+                    inputs = make_inputs(op, pair, rows, cols - shift, shift)
+                    outputs = op.fused(**inputs)
+                    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+                    calls += 1
+        torch.cuda.synchronize()
+        print(f"{pair}: {calls} calls forward and backward", flush=True)
+
+
+def make_inputs(op, pair, rows: int, cols: int, shift: int) -> dict[str, torch.Tensor]:
+    """Each input of the op; rows `shift` elements past a multiple of 16 bytes."""
+    inputs = {}
+    for name in op.inputs:
+        is_row = name in ("input", "residual")
+        dtype = pair.rows if is_row else pair.params
+        flat = torch.rand(shift + (rows * cols if is_row else cols), dtype=dtype, device="cuda")
+        inputs[name] = (flat[shift:].view(rows, cols) if is_row else flat[shift:]).requires_grad_()
+    return inputs
+
+
+if __name__ == "__main__":
+    main()

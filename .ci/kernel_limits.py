@@ -1,0 +1,54 @@
+"""Compiles a kernel file for sm_90 and asserts what its speed rests on: registers, and no spill.
+
+    python .ci/kernel_limits.py csrc/cuda/launch_bf16.cu
+
+A multiprocessor has 65536 registers: a kernel above its limit runs with fewer threads at a time
+than csrc/cuda/row_tile.h and BackwardLayout count on, and a spill adds memory traffic to its own.
+Prints the most registers found for each limit, and how long the file took.
+"""
+
+import re
+import subprocess
+import sys
+import time
+
+# Mangled names (ptxas knows no others), the registers a thread may take, the threads that then fit.
+LIMITS = (
+    (r"norm_forward_kernel\w*Plain\w*VectorAccess", 64, 1024),
+    (r"norm_forward_streamed_kernel\w*Plain\w*VectorAccess", 64, 1024),
+    (r"norm_backward_kernel\w*Plain\w*VectorAccess\w*RowTileILi\d+ELi1E", 80, 768),
+    (r"norm_backward_kernel", 128, 512),
+    (r"", 128, 512),
+)
+KERNEL = re.compile(
+    r"Function properties for (\w+)\s+\d+ bytes stack frame, (\d+) bytes spill stores"
+    r"(?:(?!Function properties).)*?Used (\d+) registers",
+    re.DOTALL,
+)
+
+
+def main(files: list[str]) -> int:
+    faults = []
+    for file in files:
+        start = time.perf_counter()
+        command = ["nvcc", "-std=c++20", "-O3", "-fmad=false", "-Icsrc", "-arch=sm_90"]
+        command += ["-Xptxas=-v", "-c", file, "-o", "/dev/null"]
+        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        kernels = [(name, int(spill), int(used)) for name, spill, used in KERNEL.findall(log)]
+        print(f"{file}: {len(kernels)} functions, {time.perf_counter() - start:.0f} s")
+        faults += [f"{name} spills {spill} bytes" for name, spill, _ in kernels if spill]
+        for pattern, limit, threads in LIMITS:
+            used = {name: used for name, _, used in kernels if re.search(pattern, name)}
+            if not used:
+                faults.append(f"{file}: no kernel is called {pattern}")
+                continue
+            print(
+                f"  {max(used.values()):3d} registers of {limit:3d} ({threads} threads) {pattern}"
+            )
+            faults += [f"{name}: {n} registers" for name, n in used.items() if n > limit]
+    print(*faults, sep="\n")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

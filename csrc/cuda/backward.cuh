@@ -1,16 +1,16 @@
 // The backward kernels. norm_backward_kernel reads x and dy once: rows go through shared memory,
-// copied ahead by cp.async; each thread reads back only what it copied, so that staging needs no
-// barrier. dx leaves at once; the parameter gradients stay in registers over all rows of a CTA and
+// copied ahead by cp.async. Aligned rows need no barrier for that, since each thread reads back
+// only what it copied; shifted ones need their warp's, since a lane also reads its neighbour's
+// block. dx leaves at once; the parameter gradients stay in registers over all rows of a CTA and
 // leave as one row of partial sums each, which sum_partials_kernel adds in a fixed order. No
-// atomics. Rows too long for that take two kernels: row sums, then columns. Included by launch_*.cu
-// only.
+// atomics. Longer rows are in backward_long.cuh. Included by launch_*.cu only; torch-free.
 #pragma once
 
 #include <cuda_pipeline_primitives.h>
 
 #include "core/norm_args.h"
 #include "core/row_source.h"
-#include "cuda/forward.cuh"
+#include "cuda/row_access.cuh"
 #include "cuda/row_sum.cuh"
 #include "cuda/row_tile.h"
 
@@ -426,116 +426,6 @@ __global__ void __launch_bounds__(kWarpSize* kSumRows)
       sum += sums[i][threadIdx.x];
     }
     target[col] = static_cast<W>(sum);
-  }
-}
-
-// Rows too long for one CTA's registers, first step: the two sums of each row. One CTA a row.
-template <typename W, typename Norm, typename Source, typename Access>
-__global__ void __launch_bounds__(kMaxRowThreads, 1)
-    norm_backward_row_sums_kernel(const __grid_constant__ NormBackwardArgs args,
-                                  PullbackSums<Accumulator<typename Source::Element>>* row_sums) {
-  using T = typename Source::Element;
-  using A = Accumulator<T>;
-  constexpr int N = kVector<T>;
-  constexpr int kWarps = kMaxRowThreads / kWarpSize;
-
-  const std::int64_t row = blockIdx.x;
-  const Normalizer<A> normalizer =
-      Norm::saved(static_cast<const A*>(args.stats), row, args.rows).normalizer();
-  const T* x_row = row_of<T>(args.x, row);
-  const T* dy_row = row_of<T>(args.grad_output, row);
-  const W* weight = static_cast<const W*>(args.weight);
-
-  PullbackSums<A> sums{};
-#pragma unroll 4
-  for (std::int64_t col = static_cast<std::int64_t>(threadIdx.x) * N; col < args.cols;
-       col += kMaxRowThreads * N) {
-    A x[N], dy[N], w[N];
-    unpack(Access::template load<N>(x_row, col, args.cols), x);
-    unpack(Access::template load<N>(dy_row, col, args.cols), dy);
-    Pack<W, N> weights = load_parameters<N>(weight, col, args.cols, 1);
-    ShiftedAccess::clip(weights, valid_elements(col, args.cols, N));
-    unpack(weights, w);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      sums.add(dy[j] * w[j], Norm::normalized(x[j], normalizer));
-    }
-  }
-  __shared__ PullbackSums<A> parts[kWarps];
-  sums.wdy_xhat = lane_sum<kWarpSize>(sums.wdy_xhat);
-  sums.wdy = lane_sum<kWarpSize>(sums.wdy);
-  if (threadIdx.x % kWarpSize == 0) {
-    parts[threadIdx.x / kWarpSize] = sums;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int w = 1; w < kWarps; ++w) {
-      sums.wdy_xhat += parts[w].wdy_xhat;
-      sums.wdy += parts[w].wdy;
-    }
-    row_sums[row] = sums;
-  }
-}
-
-// Second step: a thread owns N columns and walks over the rows of its chunk. grid: (column slabs,
-// row chunks); partials: [row chunks, Norm::kGrads, partial_stride(cols)].
-constexpr int kColumnThreads = 128;
-template <typename W, typename Norm, typename Source, typename Access>
-__global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
-    const __grid_constant__ NormBackwardArgs args,
-    const PullbackSums<Accumulator<typename Source::Element>>* row_sums,
-    Accumulator<typename Source::Element>* partials) {
-  using T = typename Source::Element;
-  using A = Accumulator<T>;
-  constexpr int N = kVector<T>;
-
-  const std::int64_t col =
-      (static_cast<std::int64_t>(blockIdx.x) * kColumnThreads + threadIdx.x) * N;
-  const A inverse_cols = reciprocal(static_cast<A>(args.cols));
-  const A* stats = static_cast<const A*>(args.stats);
-  const W* weight = static_cast<const W*>(args.weight);
-  A w[N];
-  A dweight[N] = {};
-  A dbias[N] = {};
-  unpack(load_parameters<N>(weight, col, args.cols, 1), w);
-  const std::int64_t last_row = args.rows * (blockIdx.y + 1) / gridDim.y;
-#pragma unroll(sizeof(A) == 4 ? 2 : 1)
-  for (std::int64_t row = args.rows * blockIdx.y / gridDim.y; row < last_row; ++row) {
-    const T* x_row = row_of<T>(args.x, row);
-    const T* dy_row = row_of<T>(args.grad_output, row);
-    const Normalizer<A> normalizer = Norm::saved(stats, row, args.rows).normalizer();
-    const Pullback<Norm, A> pullback(row_sums[row], normalizer, inverse_cols);
-    A x[N], dy[N], dx[N];
-    unpack(Access::template load<N>(x_row, col, args.cols), x);
-    unpack(Access::template load<N>(dy_row, col, args.cols), dy);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const A xhat = Norm::normalized(x[j], normalizer);
-      dweight[j] = multiply_add(dy[j], xhat, dweight[j]);
-      dbias[j] += dy[j];
-      dx[j] = pullback(dy[j] * w[j], xhat);
-    }
-    if constexpr (Source::kGradStreams == 3) {
-      const T* sum_row = row_of<T>(args.grad_sum, row);
-      unpack(Access::template load<N>(sum_row, col, args.cols), dy);
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        dx[j] += dy[j];
-      }
-    }
-    if (args.grad_input != nullptr) {
-      T* dx_row = static_cast<T*>(args.grad_input) + row * args.cols;
-      const Pack<T, N> result[1] = {pack_from<T, N>(dx)};
-      Access::template store_row<kWarpSize>(dx_row, col, args.cols, result);
-    }
-  }
-  if (partials != nullptr) {
-    const std::int64_t stride = partial_stride<T>(args.cols);
-    A* const target = partials + static_cast<std::int64_t>(blockIdx.y) * Norm::kGrads * stride;
-    VectorAccess::store(target, col, stride, as_pack(dweight));
-    if constexpr (Norm::kGrads == 2) {
-      VectorAccess::store(target + stride, col, stride, as_pack(dbias));
-    }
   }
 }
 

@@ -1,7 +1,8 @@
 // The forward kernels. A row is read once and kept in registers, packed as it came; its moments are
 // taken in two passes over the registers; then it is normalised, scaled and stored.
-// norm_forward_kernel holds a row in one CTA's registers, norm_forward_streamed_kernel takes rows
-// of any length. Included by the launch_*.cu files only; torch-free.
+// norm_forward_kernel holds a row in the registers of one CTA, or of a cluster;
+// norm_forward_streamed_kernel takes rows of any length and reads them twice. Included by the
+// launch_*.cu files only; torch-free.
 #pragma once
 
 #include "core/norm_args.h"
@@ -78,12 +79,6 @@ __device__ __forceinline__ Pack<T, N> output_of(const NormForwardArgs& args, con
     x[j] = Norm::kCentered ? multiply_add(xhat, w[j], b[j]) : xhat * w[j];
   }
   return pack_from<T, N>(x);
-}
-
-// How many of the `most` columns from `col` on are in the row.
-__device__ __forceinline__ int valid_elements(std::int64_t col, std::int64_t cols, int most) {
-  const std::int64_t left = cols - col;
-  return left <= 0 ? 0 : left < most ? static_cast<int>(left) : most;
 }
 
 template <typename Tile, typename A>

@@ -165,6 +165,12 @@ struct ShiftedAccess {
   }
 };
 
+// How many of the `most` columns from `col` on are in the row.
+__device__ __forceinline__ int valid_elements(std::int64_t col, std::int64_t cols, int most) {
+  const std::int64_t left = cols - col;
+  return left <= 0 ? 0 : left < most ? static_cast<int>(left) : most;
+}
+
 // A pack of parameters, which begin at a multiple of 16 bytes. Absent ones (null) are `absent`
 // everywhere; past the last column the pack holds anything.
 template <int N, typename W, typename Col>

@@ -69,9 +69,14 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
   asm volatile("" : "+r"(address));
   return address;
 }
-// Copies 16 bytes past the L1 cache; __pipeline_commit and __pipeline_wait_prior count them.
+// Copies 16 bytes past the L1 cache; __pipeline_commit and __pipeline_wait_prior count them. Before
+// sm_80 the thread copies them itself.
 __device__ __forceinline__ void copy_async(std::uint32_t to, std::uintptr_t from) {
+#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#else
+  *static_cast<uint4*>(__cvta_shared_to_generic(to)) = *reinterpret_cast<const uint4*>(from);
+#endif
 }
 
 // A row of partial sums is a whole number of the rows' vectors, so that it is stored in vectors.

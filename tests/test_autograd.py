@@ -69,9 +69,12 @@ def test_third_derivative(op, device) -> None:
         scalar = sum(out.pow(3).sum() for out in as_tuple(function(*values)))
         for _ in range(3):
             grads = torch.autograd.grad(scalar, values, create_graph=True)
-            scalar = sum((g * g.detach().cos()).sum() for g in grads)
+            weights = [torch.arange(1.0, g.numel() + 1).cos().view_as(g).to(g) for g in grads]
+            scalar = sum((g * w).sum() for g, w in zip(grads, weights, strict=True))
         thirds.append(grads)
-    torch.testing.assert_close(*thirds, rtol=1e-9, atol=1e-9)
+    # Sums of large terms of both signs: an element errs like the largest of its tensor.
+    for ours, theirs in zip(*thirds, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-9 * theirs.abs().max()
 
 
 def test_batched_gradients(op, device) -> None:

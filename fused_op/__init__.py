@@ -29,13 +29,23 @@ from .functional import (  # noqa: E402
     layer_norm,
     rms_norm,
 )
+from .modules import (  # noqa: E402
+    FusedAddLayerNorm,
+    FusedAddRMSNorm,
+    FusedLayerNorm,
+    FusedRMSNorm,
+)
 
 __version__: str = fused_op_cuda.build_info()["version"]
 build_info = fused_op_cuda.build_info
 fused_op = fused_layer_norm
 
 __all__ = [
+    "FusedAddLayerNorm",
+    "FusedAddRMSNorm",
+    "FusedLayerNorm",
     "FusedLayerNormFunction",
+    "FusedRMSNorm",
     "build_info",
     "fused_add_layer_norm",
     "fused_add_rms_norm",

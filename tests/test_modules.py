@@ -1,0 +1,226 @@
+"""Each module beside PyTorch's: the same object to everything around it, the same numbers."""
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fused_op
+from fused_op import FusedAddLayerNorm, FusedAddRMSNorm, FusedLayerNorm, FusedRMSNorm
+from tests.case import make_case
+from tests.ops import F32, PAIRS, Op
+
+THEIRS = {
+    FusedLayerNorm: nn.LayerNorm,
+    FusedRMSNorm: nn.RMSNorm,
+    FusedAddLayerNorm: nn.LayerNorm,
+    FusedAddRMSNorm: nn.RMSNorm,
+}
+OF_OP = {
+    "fused_layer_norm": FusedLayerNorm,
+    "fused_rms_norm": FusedRMSNorm,
+    "fused_add_layer_norm": FusedAddLayerNorm,
+    "fused_add_rms_norm": FusedAddRMSNorm,
+}
+
+
+@pytest.fixture(params=THEIRS, ids=lambda cls: cls.__name__)
+def cls(request):
+    return request.param
+
+
+def inputs(cls, *shape, **options):
+    torch.manual_seed(0)
+    return [torch.randn(shape, **options) for _ in range(2 if "Add" in cls.__name__ else 1)]
+
+
+def outputs(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def randomized(module):
+    """Parameters that are not ones and zeros: those hide a parameter that is not used."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    return module
+
+
+def as_function(op: Op, cls: type, shape: tuple[int, ...]) -> Op:
+    """The op with its parameters set into a module, so that a Case can call and check it."""
+
+    def fused(*tensors, eps, normalized_shape=None):
+        given = dict(zip(op.inputs, tensors, strict=True))
+        has_weight = given["weight"] is not None
+        options = {"bias": given["bias"] is not None} if op.centred else {}
+        module = cls(shape, eps, has_weight, **options)
+        for name in op.parameters:
+            assert (getattr(module, name) is None) == (given[name] is None)
+            if given[name] is not None:  # not a Parameter: gradients are to reach the Case's leaves
+                delattr(module, name)
+                setattr(module, name, given[name])
+        return module(*(given[name] for name in op.inputs if name not in op.parameters))
+
+    return Op(op.name, fused, op.reference, op.inputs)
+
+
+def test_values_and_gradients(op, device, pair):
+    """Catches an argument that forward swaps, forgets or does not pass on, for any dtypes and for
+    parameters that are absent: nothing but normalized_shape then says what is one row."""
+    without = [op.parameters, ()] + ([("bias",)] if op.centred else [])
+    for absent in without:
+        for shape in [(33,), (4, 6)]:
+            wrapped = as_function(op, OF_OP[op.name], shape)
+            options = {"normalized_shape": shape, "eps": 1e-3}
+            case = make_case(wrapped, (5, *shape), pair, device, absent, **options)
+            case.check(case.run())
+
+
+def test_equals_pytorch_in_fp64(cls, device):
+    """Catches a module that computes another function than the one whose place it takes."""
+    options = {"dtype": torch.float64, "device": device}
+    ours, theirs = cls((3, 8), **options), THEIRS[cls]((3, 8), **options)
+    theirs.load_state_dict(randomized(ours).state_dict())
+    leaves = [t.requires_grad_() for t in inputs(cls, 5, 3, 8, **options)]
+    output, *rest = outputs(ours(*leaves))
+    expected = theirs(sum(leaves))
+    torch.testing.assert_close(output, expected)
+    for new_residual in rest:
+        torch.testing.assert_close(new_residual, sum(leaves))
+    grad = torch.randn_like(output)
+    torch.testing.assert_close(
+        torch.autograd.grad(output, [*leaves, *ours.parameters()], grad),
+        torch.autograd.grad(expected, [*leaves, *theirs.parameters()], grad),
+    )
+
+
+def test_rms_default_eps(device):
+    """Catches an eps of None that is lost, or taken from the dtype of a 16-bit input."""
+    x = torch.full((2, 8), 1e-4, device=device)
+    output = FusedRMSNorm(8, device=device)(x.half())
+    square = x.half().double().square()
+    expected = x.half().double() / (square + torch.finfo(F32).eps).sqrt()
+    torch.testing.assert_close(output.double(), expected, rtol=1e-3, atol=0)
+
+
+def test_constructor_is_pytorchs(cls):
+    """Catches an argument in another place or with another default, and other initial values."""
+    theirs = THEIRS[cls]
+    assert issubclass(cls, theirs)
+    assert inspect.signature(cls) == inspect.signature(theirs)
+    ours = cls((2, 5), 0.5, dtype=torch.float64)
+    like = theirs((2, 5), 0.5, dtype=torch.float64)
+    assert repr(ours) == repr(like).replace(theirs.__name__, cls.__name__)
+    assert list(ours.state_dict()) == list(like.state_dict())
+    for name, value in like.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=0, atol=0)
+    randomized(ours).reset_parameters()
+    for name, value in like.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=0, atol=0)
+    assert not list(cls(5, elementwise_affine=False).parameters())
+
+
+def test_checkpoints_go_both_ways(cls):
+    """Catches a parameter under another name, or a further entry that a strict load refuses."""
+    ours, theirs = randomized(cls(6)), THEIRS[cls](6)
+    theirs.load_state_dict(ours.state_dict())
+    again = cls(6)
+    again.load_state_dict(theirs.state_dict())
+    args = inputs(cls, 4, 6)
+    torch.testing.assert_close(again(*args), ours(*args), rtol=0, atol=0)
+
+
+def saved_and_loaded(module):
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, saved_and_loaded, lambda module: pickle.loads(pickle.dumps(module))],
+    ids=["deepcopy", "torch.save", "pickle"],
+)
+def test_copies(cls, copied):
+    """Catches a copy that is another class, shares memory, or lost eps, shape or parameters."""
+    module = randomized(cls((2, 3), 0.1))
+    twin = copied(module)
+    args = inputs(cls, 4, 2, 3)
+    expected = module(*args)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    assert type(twin) is cls and repr(twin) == repr(module)
+    torch.testing.assert_close(twin(*args), expected, rtol=0, atol=0)
+
+
+def test_meta_device(cls, device):
+    """Catches a module that computes at construction, where there is no memory yet."""
+    module = cls(6, device="meta")
+    for output in outputs(module(*inputs(cls, 4, 6, device="meta"))):
+        assert output.device.type == "meta" and output.shape == (4, 6)
+    module.to_empty(device=device).reset_parameters()
+    args = inputs(cls, 4, 6, device=device)
+    expected = THEIRS[cls](6, device=device)(sum(args))
+    torch.testing.assert_close(outputs(module(*args))[0], expected)
+
+
+@pytest.mark.parametrize("pair", [p for p in PAIRS if p.rows is p.params], ids=str)
+def test_moves_to_a_dtype(cls, device, pair):
+    """Catches a parameter that .to(), .half() or .double() leaves behind."""
+    moves = [lambda module: module.to(pair.params)]
+    by_name = {torch.float16: "half", torch.float64: "double", torch.bfloat16: "bfloat16"}
+    if pair.params in by_name:
+        moves.append(lambda module: getattr(module, by_name[pair.params])())
+    for move in moves:
+        module = move(randomized(cls(6, device=device)))
+        args = inputs(cls, 4, 6, dtype=pair.rows, device=device)
+        assert all(parameter.dtype is pair.params for parameter in module.parameters())
+        params = [p.detach() for p in module.parameters()]
+        name = next(name for name, its in OF_OP.items() if its is cls)
+        eps = module.eps
+        expected = getattr(fused_op, name)(*args, *params, eps=eps)
+        torch.testing.assert_close(module(*args), expected, rtol=0, atol=0)
+        assert all(output.dtype is pair.rows for output in outputs(module(*args)))
+
+
+def test_keyword_names(cls):
+    """Catches a forward whose arguments cannot be given by the names that PyTorch's have."""
+    args = inputs(cls, 4, 6)
+    names = list(inspect.signature(THEIRS[cls].forward).parameters)[1:]
+    names = ["input", "residual"] if len(args) == 2 else names
+    module = cls(6)
+    by_name = module(**dict(zip(names, args, strict=True)))
+    torch.testing.assert_close(by_name, module(*args), rtol=0, atol=0)
+
+
+def test_compile_without_graph_break(cls, device):
+    """Catches a forward that dynamo cannot trace, or compiles to other values."""
+    torch._dynamo.reset()
+    module = randomized(cls((2, 3), device=device))
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    args = inputs(cls, 4, 2, 3, device=device)
+    torch.testing.assert_close(compiled(*args), module(*args), rtol=0, atol=0)
+
+
+def test_errors(cls):
+    """Catches a module that takes a wrong input for another number of rows, or blames another."""
+    module = cls((3, 8), elementwise_affine=False)
+    with pytest.raises(RuntimeError, match=r"Given normalized_shape=\[3, 8\], expected input with"):
+        module(*inputs(cls, 4, 8, 3))
+    with pytest.raises(RuntimeError, match="mixed dtype: expect parameter to have scalar type of"):
+        cls(8)(*inputs(cls, 4, 8, dtype=torch.float64))
+    with pytest.raises(ValueError, match="eps must be finite, got nan"):
+        cls(8, eps=float("nan"))(*inputs(cls, 4, 8))
+    if "Add" in cls.__name__:
+        x = torch.randn(4, 8)
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'residual'"):
+            cls(8)(x)
+        with pytest.raises(RuntimeError, match=r"residual must have the shape of input, \[4, 8\]"):
+            cls(8)(x, x[0])

@@ -20,6 +20,7 @@ if _built_for.split(".")[:2] != torch.__version__.split(".")[:2]:
     )
 
 from . import reference  # noqa: E402  the check above has to come first
+from ._disabled import disabled  # noqa: E402
 from .functional import (  # noqa: E402
     FusedLayerNormFunction,
     fused_add_layer_norm,
@@ -47,6 +48,7 @@ __all__ = [
     "FusedLayerNormFunction",
     "FusedRMSNorm",
     "build_info",
+    "disabled",
     "fused_add_layer_norm",
     "fused_add_rms_norm",
     "fused_layer_norm",

@@ -3,7 +3,8 @@
 A call that the kernels can take as it is goes straight to the binding (``fused_op_cuda``); with a
 gradient to record, through ``_NormFunction``. ``torch.compile`` sees the same Function over the
 dispatcher ops ``torch.ops.fused_op``, and so do fake, sharded and lazily negated tensors. Function
-transforms and forward-mode AD take the composite formula of ``reference.py``.
+transforms and forward-mode AD take the composite formula of ``reference.py``, and so does every
+call while the kernels are ``disabled()``.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_op_cuda
 
 from . import _ops as _ops  # the fake kernels
 from . import reference
 from ._arguments import as_float, check_tensor, count_normalized, rms_eps
+from ._disabled import open_blocks
 from .reference import Norm, Shape
 
 _Result = TypeVar("_Result")
@@ -297,7 +300,9 @@ def _backward(
     norm, eps, *shape = ctx.constants
     x, weight, stats = ctx.saved_tensors
     backward: Any = fused_op_cuda.norm_backward
-    if is_compiling():
+    if stats is None or open_blocks:  # no kernel in forward, or none now
+        backward, stats = reference.normalize_backward, eps
+    elif is_compiling():
         backward = torch.ops.fused_op.norm_backward.default
     elif torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         # This gradient is itself differentiated, or batched by vmap. Means are computed again from
@@ -315,6 +320,8 @@ def _backward(
 
 def _raw_forward() -> Any:
     """The forward op without autograd: dynamo can only trace the one of the dispatcher."""
+    if open_blocks:
+        return _composite_forward
     if is_compiling():
         return torch.ops.fused_op.norm_forward.default
     return fused_op_cuda.norm_forward
@@ -343,7 +350,8 @@ def _norm(
         if residual is input:  # dynamo cannot trace a Function that gets a tensor twice
             residual = input.view_as(input)
         return _dispatch(norm, input, residual, weight, bias, normalized_ndim, eps)
-    result = fused_op_cuda.norm(norm, input, residual, weight, bias, normalized_ndim, eps)
+    route = _check if open_blocks else fused_op_cuda.norm
+    result = route(norm, input, residual, weight, bias, normalized_ndim, eps)
     if type(result) is not int:
         return result
     if result == fused_op_cuda.AUTOGRAD:
@@ -353,11 +361,47 @@ def _norm(
     if result == fused_op_cuda.CAST:
         input, residual, weight, bias = _cast(input, residual, weight, bias)
         return _norm(norm, input, residual, weight, bias, eps, normalized_ndim)
+    return _composite(norm, input, residual, weight, bias, normalized_ndim, eps)
+
+
+class _NotPlain(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Changes nothing; but under any mode ``fused_op_cuda.norm`` takes no tensor for plain."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _check(*args: Any) -> int:
+    """``fused_op_cuda.norm`` without its kernel: says what it refuses, and CAST or COMPOSITE."""
+    with _NotPlain():  # type: ignore[no-untyped-call]
+        result = fused_op_cuda.norm(*args)
+    return fused_op_cuda.CAST if result == fused_op_cuda.CAST else fused_op_cuda.COMPOSITE
+
+
+def _composite(
+    norm: Norm,
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_ndim: int,
+    eps: float,
+) -> Any:
+    """The formula in PyTorch's operations."""
     affine = weight if weight is not None else bias
     ndim = normalized_ndim or (1 if affine is None else affine.dim())
     x = input if residual is None else reference.add(input, residual)
     output = reference.normalize(norm, x, weight, bias, eps, x.shape[x.dim() - ndim :])
     return output if residual is None else (output, x)
+
+
+def _composite_forward(*args: Any) -> tuple[Tensor, Tensor | None, None]:
+    """``norm_forward`` without its kernel, and so without statistics for backward."""
+    *call, _ = args
+    if not is_compiling():
+        _check(*call)
+    result = _composite(*call)
+    return (*result, None) if isinstance(result, tuple) else (result, None, None)
 
 
 def _dispatch(

@@ -1,0 +1,41 @@
+"""The switch that turns the kernels off. ``functional.py`` looks at it.
+
+It is one for the process, like ``torch.backends.cudnn.flags``, and not one for each thread: on
+CUDA, autograd runs backward in threads of its own, where activation checkpointing calls forward
+again. And it is a plain global because ``torch.compile`` guards those: it has no guard on
+thread-locals, and cannot trace a ``ContextVar``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# An entry for each block that is open: kernels run while there is none. A list, because threads may
+# enter and leave in any order, and append and pop cannot be interrupted.
+open_blocks: list[None] = []
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Run no kernel of this package inside: to answer "is it the kernel?".
+
+    ``with disabled():``, or ``@disabled()`` over a function. Every function and module computes its
+    formula of :mod:`fused_op.reference` by PyTorch's operations, and refuses what it always
+    refuses. Blocks may be nested. They hold for the whole process, and the kernels come back when
+    the last one ends, in whichever thread.
+
+    Backward of a graph that was recorded before the block runs no kernel either, while it runs
+    inside; a graph recorded inside stays PyTorch's, wherever its backward runs. Under activation
+    checkpointing, forward and backward should both be inside or both be outside.
+
+    ``torch.compile`` honours the block, around a compiled function (which is compiled once more,
+    for the inside) and in one; there, dtypes that only the kernels refuse go unnoticed. A compiled
+    backward is what its forward was. What is already captured keeps its kernels: CUDA graphs,
+    ``torch.export``, ``make_fx``.
+    """
+    open_blocks.append(None)
+    try:
+        yield
+    finally:
+        open_blocks.pop()

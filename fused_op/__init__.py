@@ -21,6 +21,7 @@ if _built_for.split(".")[:2] != torch.__version__.split(".")[:2]:
 
 from . import reference  # noqa: E402  the check above has to come first
 from ._disabled import disabled  # noqa: E402
+from .convert import convert, revert  # noqa: E402
 from .functional import (  # noqa: E402
     FusedLayerNormFunction,
     fused_add_layer_norm,
@@ -48,6 +49,7 @@ __all__ = [
     "FusedLayerNormFunction",
     "FusedRMSNorm",
     "build_info",
+    "convert",
     "disabled",
     "fused_add_layer_norm",
     "fused_add_rms_norm",
@@ -56,5 +58,6 @@ __all__ = [
     "fused_rms_norm",
     "layer_norm",
     "reference",
+    "revert",
     "rms_norm",
 ]

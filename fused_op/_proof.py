@@ -50,6 +50,7 @@ def prove(module: nn.Module, fused: type[nn.Module], norm: Norm, like: Tensor, s
             *size, generator=generator, device=like.device, dtype=compute_dtype(like)
         )
 
+    magnitudes = torch.tensor(MAGNITUDES, dtype=compute_dtype(like), device=like.device)
     probe = copy.copy(module)
     probe.__dict__["_parameters"] = {
         name: None if p is None else nn.Parameter(normal(*p.shape).to(p.dtype))
@@ -61,11 +62,12 @@ def prove(module: nn.Module, fused: type[nn.Module], norm: Norm, like: Tensor, s
         for training in (False, True):
             probe.training = training
             for batch in BATCHES:
-                rows = normal(*batch, *shape) + normal(*batch, *[1] * len(shape))
-                for magnitude in MAGNITUDES:
-                    x = (rows * magnitude).to(like.dtype)
-                    ulps = max(ulps, _compare_outputs(probe, fused, norm, x, shape))
-            # At magnitude 1 only: the gradient of small rows overflows float16.
+                per_row = *batch, *[1] * len(shape)
+                rows = normal(*batch, *shape) + normal(*per_row)
+                row = torch.arange(math.prod(batch), device=like.device).reshape(per_row)
+                x = (rows * magnitudes[row % len(MAGNITUDES)]).to(like.dtype)
+                ulps = max(ulps, _compare_outputs(probe, fused, norm, x, shape))
+            # At magnitude 1 alone: the gradient of small rows overflows float16.
             _compare_gradients(probe, fused, norm, rows.to(like.dtype), shape, normal)
     return ulps
 
@@ -96,17 +98,22 @@ def _compare_outputs(
     weight, bias = _params(probe)
     noise = _noise(x, shape) * _condition(probe, norm, x, shape, weight)["output"]
     ulp = _ulp(torch.maximum(old.abs(), new.abs()), x.dtype)
+    # A normalised value that is subnormal is off by half the smallest spacing, times the weight.
+    info = torch.finfo(x.dtype)
+    subnormal = info.eps * info.smallest_normal / 2 * (1.0 if weight is None else weight.abs())
 
     def roundings(weight: Tensor | None) -> int:
         # One rounding to the dtype is half an ulp off. Where the normalised value is rounded first,
         # half an ulp of that, times the weight, is up to one ulp of the result beside it.
         truth = normalize(norm, x.double(), weight, bias, _eps(probe, x), shape)
         error = (old - truth).abs()
-        return next((n for n in (1, 2) if bool((error <= (n - 0.5) * ulp + noise).all())), 0)
+        if bool((error <= ulp / 2 + noise).all()):
+            return 1
+        return 2 if bool((error <= 3 * ulp / 2 + subnormal + noise).all()) else 0
 
     found = roundings(weight)
     # The fused result is half an ulp off itself.
-    if found and bool(((old - new).abs() <= found * ulp + 2 * noise).all()):
+    if found and bool(((old - new).abs() <= found * ulp + subnormal + 2 * noise).all()):
         return found
     if norm == "rms_norm" and weight is not None:
         noise = noise + _noise(x, shape) * _condition(probe, norm, x, shape, 1 + weight)["output"]

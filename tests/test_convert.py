@@ -288,6 +288,16 @@ def test_norm_changes_its_class_and_nothing_else(make, fused, dtype):
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64], ids=str)
+@pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm, LlamaNorm, BiaslessLayerNorm])
+def test_proof_succeeds_at_every_width(make, dtype):
+    """A bound that is too tight would refuse some right norms, by chance of their widths."""
+    if make is LlamaNorm and dtype is F64:
+        pytest.skip("computes in float32")
+    model = nn.Sequential(*(make(cols).to(dtype) for cols in (*range(1, 70, 4), 255, 4096)))
+    assert not convert(model).skipped
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64], ids=str)
 @pytest.mark.parametrize("cls", [LlamaNorm, BiaslessLayerNorm, RowsNorm, ShapedRmsNorm])
 def test_fused_class_computes_by_the_kernel(cls, dtype, monkeypatch):
     """A class of another library becomes a fused one, with the weight, bias and eps it had."""

@@ -82,34 +82,31 @@ std::optional<std::int64_t> row_stride(const at::Tensor& tensor, const Shape& sh
   return stride.value_or(shape.cols);
 }
 
-// Kernels need addresses that are multiples of the element size; views of raw bytes may have
-// others.
-bool is_aligned(const at::Tensor& tensor) {
+bool is_aligned(const at::Tensor& tensor, std::uintptr_t bytes) {
   TORCH_CHECK(tensor.unsafeGetTensorImpl()->storage_initialized(),
               "fused_op: the memory of a tensor of shape ", tensor.sizes(),
               " is not allocated yet, or was freed");
-  return reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % tensor.element_size() == 0;
+  return reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % bytes == 0;
 }
 
 // Arguments as kernels can read them: the tensor itself where possible, else a contiguous copy.
+// Addresses must be multiples of the element size; those of views of raw bytes may be others.
 at::Tensor readable_rows(const at::Tensor& tensor, const Shape& shape) {
-  const bool readable = is_aligned(tensor) && row_stride(tensor, shape);
+  const bool readable = is_aligned(tensor, tensor.element_size()) && row_stride(tensor, shape);
   return readable ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
-at::Tensor readable_dense(const at::Tensor& tensor) {
-  const bool readable = is_aligned(tensor) && tensor.is_contiguous();
+at::Tensor readable_dense(const at::Tensor& tensor, std::uintptr_t alignment) {
+  const bool readable = is_aligned(tensor, alignment) && tensor.is_contiguous();
   return readable ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
-// Kernels read parameters in vectors, however the rows lie: a view from within a tensor is copied.
+// The GPU reads parameters in vectors, however the rows lie: a view into a tensor may be copied.
 OptionalTensor readable_parameters(const OptionalTensor& tensor) {
   if (!tensor) {
     return std::nullopt;
   }
-  const bool aligned =
-      reinterpret_cast<std::uintptr_t>(tensor->const_data_ptr()) % kVectorBytes == 0;
-  return aligned ? readable_dense(*tensor) : tensor->clone(at::MemoryFormat::Contiguous);
+  return readable_dense(*tensor, tensor->is_cuda() ? kVectorBytes : tensor->element_size());
 }
 
 ConstRows const_rows(const at::Tensor& readable, const Shape& shape) {
@@ -242,7 +239,7 @@ ThreeTensors norm_backward(std::string_view norm, const at::Tensor& grad_output,
   const at::Tensor grad_output_rows = readable_rows(grad_output, shape);
   const at::Tensor grad_sum_rows = grad_sum ? readable_rows(*grad_sum, shape) : at::Tensor();
   const OptionalTensor dense_weight = readable_parameters(weight);
-  const at::Tensor dense_stats = readable_dense(stats);
+  const at::Tensor dense_stats = readable_dense(stats, stats.element_size());
 
   NormBackwardArgs args;
   args.kind = kind;

@@ -16,8 +16,8 @@ struct ConstRows {
 };
 
 // The allowed pairs (dtype, param_dtype): (f16,f16) (f16,f32) (bf16,bf16) (bf16,f32) (f32,f32)
-// (f64,f64). Statistics are f32 (f64 for f64). Parameters and what is written begin at a multiple
-// of 16 bytes; rows to read may begin anywhere.
+// (f64,f64). Statistics are f32 (f64 for f64). On the GPU, parameters and what is written begin at
+// a multiple of 16 bytes. Rows to read begin at any multiple of the element size.
 struct NormForwardArgs {
   NormKind kind = NormKind::kLayerNorm;
   DType dtype = DType::kFloat32;        // of input, residual, output and sum

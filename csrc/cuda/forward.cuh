@@ -5,6 +5,8 @@
 // launch_*.cu files only; torch-free.
 #pragma once
 
+#include <type_traits>
+
 #include "core/norm_args.h"
 #include "core/row_source.h"
 #include "cuda/row_access.cuh"
@@ -82,7 +84,8 @@ __device__ __forceinline__ Pack<T, N> output_of(const NormForwardArgs& args, con
 }
 
 template <typename Tile, typename A>
-using ForwardExchange = PartExchange<Tile::kCluster ? kMaxParts : kMaxCtaParts, Tile::kCluster, A>;
+using ForwardExchange =
+    std::conditional_t<Tile::kCluster, ClusterExchange<kMaxParts, A>, CtaExchange<kMaxCtaParts, A>>;
 
 // Where a thread of norm_forward_kernel stands.
 struct RowPlace {
@@ -128,7 +131,8 @@ __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const
       exchange.barrier();  // read by all before it is written again
       exchange.put(place.warp, mine);
       exchange.barrier();
-      refined = exchange.template merged<Norm::kCentered>(place.warps, cols, inverse_cols);
+      refined = merge_parts<Norm::kCentered, ForwardExchange<Tile, A>::kMaxParts>(
+          exchange.parts, place.warps, cols, inverse_cols);
     }
     if (!trust && (attempt == 0 || overflowed(moments))) {
       moments = refined;
@@ -181,8 +185,9 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
     warp += static_cast<int>(cluster.block_rank() * (blockDim.x / kWarpSize));
   }
 #endif
-  __shared__ WarpMoments<A> parts[Tile::kCluster ? kMaxParts : kMaxCtaParts];
-  const ForwardExchange<Tile, A> exchange{parts};
+  using Exchange = ForwardExchange<Tile, A>;
+  __shared__ WarpMoments<A> parts[Exchange::kMaxParts];
+  const Exchange exchange{parts};
   exchange.begin();
   const bool live = my_row < args.rows;  // the others shuffle along and store nothing
   const std::int64_t row = live ? my_row : args.rows - 1;
@@ -210,7 +215,7 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
       exchange.put(warp, {count, moments});
     }
     exchange.barrier();
-    moments = exchange.template merged<Norm::kCentered>(warps, cols, inverse_cols);
+    moments = merge_parts<Norm::kCentered, Exchange::kMaxParts>(parts, warps, cols, inverse_cols);
   }
   // The same decision in every thread of a row; rows that share a warp go together.
   if (!__all_sync(kAllLanes, trusted(moments, cols))) {
@@ -227,13 +232,8 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     packs[i] = output_of<W, Norm>(args, packs[i], col_of(i), width, normalizer);
-    if constexpr (Access::kWholePacks) {
-      Access::store(output, col_of(i), live ? width : 0, packs[i]);
-    }
   }
-  if constexpr (!Access::kWholePacks) {
-    Access::template store_row<kLanes>(output, first_col, live ? width : 0, packs);
-  }
+  Access::template store_row<kLanes>(output, first_col, live ? width : 0, packs);
 }
 
 // Rows longer than the registers of a CTA: one CTA a row, read a second time for the output. Its
@@ -255,9 +255,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   const A inverse_cols = reciprocal(cols);
   const std::int64_t row_parts = (args.cols + kPartCols - 1) / kPartCols;
 
-  using Exchange = PartExchange<kMaxParts, false, A>;
   __shared__ WarpMoments<A> parts[kMaxParts];
-  const Exchange exchange{parts};
+  const CtaExchange<kMaxParts, A> exchange{parts};
   const auto row_moments = [&](A scale, bool refined) {
     exchange.barrier();  // read by all before it is written again
     for (std::int64_t part = warp; part < row_parts; part += kMaxCtaParts) {
@@ -283,8 +282,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       exchange.put(slot, mine);
     }
     exchange.barrier();
-    return exchange.template merged<Norm::kCentered>(
-        static_cast<int>(row_parts < kMaxParts ? row_parts : kMaxParts), cols, inverse_cols);
+    return merge_parts<Norm::kCentered, kMaxParts>(
+        parts, static_cast<int>(row_parts < kMaxParts ? row_parts : kMaxParts), cols, inverse_cols);
   };
   // Attempts: as it is, refined, refined and scaled; one copy of the code.
   A scale = 1;

@@ -18,6 +18,7 @@ struct CudaTypes {
 
 DeviceInfo read_device_info(int device) {
   DeviceInfo info{};
+  info.index = device;
   int major = 0;
   cudaDeviceGetAttribute(&info.multiprocessors, cudaDevAttrMultiProcessorCount, device);
   cudaDeviceGetAttribute(&info.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
@@ -29,7 +30,7 @@ DeviceInfo read_device_info(int device) {
 }  // namespace
 
 const DeviceInfo& device_info() {
-  constexpr int kMaxDevices = 64;
+  constexpr int kMaxDevices = 64;  // as AttributeOnce supposes
   static std::array<DeviceInfo, kMaxDevices> known;
   static std::array<std::once_flag, kMaxDevices> once;
   int device = 0;

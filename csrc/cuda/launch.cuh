@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <initializer_list>
 
 #include "core/dispatch.h"
@@ -27,6 +28,23 @@ auto with_access(std::int64_t cols, std::initializer_list<ConstRows> rows, Funct
                : function.template operator()<ShiftedAccess>();
 }
 
+// An attribute of one kernel, set at its first launch on each device. A failure shows at the
+// launch, and the next one tries again.
+class AttributeOnce {
+ public:
+  template <typename Kernel>
+  void set(Kernel* kernel, cudaFuncAttribute attribute, int value, const DeviceInfo& device) {
+    const std::uint64_t bit = std::uint64_t{1} << device.index;
+    if ((devices_.load(std::memory_order_relaxed) & bit) == 0 &&
+        cudaFuncSetAttribute(kernel, attribute, value) == cudaSuccess) {
+      devices_.fetch_or(bit, std::memory_order_relaxed);
+    }
+  }
+
+ private:
+  std::atomic<std::uint64_t> devices_{0};  // a bit each
+};
+
 // A dense argument, as rows.
 inline ConstRows dense(const void* data) { return {data, 0}; }
 
@@ -36,23 +54,22 @@ inline ConstRows dense(const void* data) { return {data, 0}; }
 // 4096x32768, 0.64 0.60 at 2048x65536, 0.57 0.54 at 1024x131072; RmsNorm: 0.87 0.77, 0.69 0.73,
 // 0.59 0.70. One row of 262144: 52 us and 7.
 template <typename Norm>
-bool in_cluster(const NormForwardArgs& args, std::int64_t vectors) {
+bool in_cluster(const NormForwardArgs& args, std::int64_t vectors, const DeviceInfo& device) {
   const std::int64_t warps = row_warps<ClusterTile>(vectors);
-  const bool few = args.rows < device_info().multiprocessors;
+  const bool few = args.rows < device.multiprocessors;
   const bool better = !Norm::kCentered && warps >= 64 && warps <= 128;
-  return device_info().hopper && vectors <= kMaxClusterVectors && (few || better);
+  return device.hopper && vectors <= kMaxClusterVectors && (few || better);
 }
 
 // A row a cluster: as few CTAs as hold it, or, where rows are few, as many as fill the GPU with
 // four warps or more each.
 template <typename Kernel>
-void launch_clusters(Kernel* kernel, const NormForwardArgs& args, std::int64_t vectors,
-                     cudaStream_t stream) {
+void launch_clusters(Kernel* kernel, AttributeOnce& large, const NormForwardArgs& args,
+                     std::int64_t vectors, const DeviceInfo& device, cudaStream_t stream) {
   const std::int64_t warps = row_warps<ClusterTile>(vectors);
   const std::int64_t least = ceil_div(warps, kMaxRowThreads / kWarpSize);
   const std::int64_t most = std::max(least, std::min<std::int64_t>(kMaxCluster, warps / 4));
-  const std::int64_t wanted =
-      std::clamp(ceil_div(device_info().multiprocessors, args.rows), least, most);
+  const std::int64_t wanted = std::clamp(ceil_div(device.multiprocessors, args.rows), least, most);
   const std::int64_t cta_warps = ceil_div(warps, wanted);
   const auto ctas = static_cast<unsigned>(ceil_div(warps, cta_warps));
   cudaLaunchConfig_t config{};
@@ -64,8 +81,8 @@ void launch_clusters(Kernel* kernel, const NormForwardArgs& args, std::int64_t v
   cluster.val.clusterDim = {ctas, 1, 1};
   config.attrs = &cluster;
   config.numAttrs = 1;
-  if (ctas > 8) {  // more than every GPU with clusters has to offer; a failure shows at the launch
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (ctas > 8) {  // more than every GPU with clusters has to offer
+    large.set(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, device);
   }
   cudaLaunchKernelEx(&config, kernel, args);
 }
@@ -79,9 +96,11 @@ cudaError_t launch_forward(const NormForwardArgs& args, cudaStream_t stream) {
           args.cols, {args.input, args.residual, dense(args.output), dense(args.sum)},
           [&]<typename Access>() {
             if (vectors > kMaxForwardVectors) {
-              if (in_cluster<Norm>(args, vectors)) {
-                launch_clusters(norm_forward_kernel<W, Norm, Source, Access, ClusterTile>, args,
-                                vectors, stream);
+              const DeviceInfo& device = device_info();
+              if (in_cluster<Norm>(args, vectors, device)) {
+                static AttributeOnce large;
+                launch_clusters(norm_forward_kernel<W, Norm, Source, Access, ClusterTile>, large,
+                                args, vectors, device, stream);
               } else {
                 norm_forward_streamed_kernel<W, Norm, Source, Access>
                     <<<static_cast<unsigned>(args.rows), kMaxRowThreads, 0, stream>>>(args);
@@ -100,6 +119,9 @@ cudaError_t launch_forward(const NormForwardArgs& args, cudaStream_t stream) {
   });
   return cudaGetLastError();
 }
+
+// Shared memory that a backward CTA may ask for at its launch: less what its kernel declares.
+inline int most_dynamic_shared(const DeviceInfo& device) { return device.shared_bytes - 1024; }
 
 // How a backward call is cut up; a function of its args and the device.
 struct BackwardPlan {
@@ -122,7 +144,7 @@ BackwardPlan plan_backward(const NormBackwardArgs& args) {
   const int row_threads = Tile::kLanes * row_warps<Tile>(vectors);
   constexpr int kGroupBytes = Layout::kGroupBlocks * kVectorBytes;
   const auto threads_with = [&](int group_blocks) {
-    const int groups = (device.shared_bytes - 1024) / (group_blocks * kVectorBytes);
+    const int groups = most_dynamic_shared(device) / (group_blocks * kVectorBytes);
     return std::min(Layout::kThreads, groups * Tile::kLanes);
   };
   const int most_threads = threads_with(Layout::kGroupBlocks);
@@ -213,8 +235,9 @@ cudaError_t launch_backward(const NormBackwardArgs& args, cudaStream_t stream) {
                 : reinterpret_cast<A*>(static_cast<char*>(args.workspace) + plan.row_sums_bytes);
         if (plan.at_once) {
           const auto kernel = norm_backward_kernel<W, Norm, Source, Access, Tile>;
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(plan.shared_bytes));  // fails at the launch, if so
+          static AttributeOnce most_shared;
+          most_shared.set(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                          most_dynamic_shared(device_info()), device_info());
           kernel<<<static_cast<unsigned>(plan.parts), plan.threads, plan.shared_bytes, stream>>>(
               args, partials);
         } else {

@@ -14,6 +14,7 @@
 namespace fused_op::cuda {
 
 struct DeviceInfo {
+  int index;
   int multiprocessors;
   int shared_bytes;  // of one CTA, opted in
   bool hopper;       // sm_90 or newer: clusters, programmatic dependent launch

@@ -85,43 +85,31 @@ __device__ __forceinline__ Moments<A> merge_moments(const WarpMoments<A>& part, 
   return merged;
 }
 
-// How the warps of a row exchange their parts: through the shared memory of their CTA, or of every
-// CTA of their cluster. The parts are merged in an order that depends on their number alone, and
-// alike in both, since a part of no elements adds nothing.
-template <int kMaxParts, bool kCluster, typename A>
-struct PartExchange {
+// The moments of a row of `warps` parts; valid in every lane.
+template <bool kCentered, int kMaxParts, typename A>
+__device__ __forceinline__ Moments<A> merge_parts(const WarpMoments<A>* parts, int warps, A cols,
+                                                  A inverse_cols) {
+  constexpr int kLanes = kMaxParts < kWarpSize ? kMaxParts : kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  WarpMoments<A> mine = lane < warps ? parts[lane] : WarpMoments<A>{};
+  if constexpr (kMaxParts > kWarpSize) {
+#pragma unroll 1
+    for (int part = lane + kWarpSize; part < warps; part += kWarpSize) {
+      mine = append(mine, parts[part]);
+    }
+  }
+  return merge_moments<kCentered, kLanes>(mine, cols, inverse_cols);
+}
+
+// How the warps of a row exchange their parts. The parts are merged in an order that depends on
+// their number alone, and alike in both, since a part of no elements adds nothing.
+//
+// Through the shared memory of their CTA:
+template <int kMaxParts_, typename A>
+struct CtaExchange {
+  static constexpr int kMaxParts = kMaxParts_;
   WarpMoments<A>* parts;  // [kMaxParts] in shared memory
 
-#if __CUDA_ARCH__ >= 900
-  __device__ __forceinline__ void begin() const {  // shared memory of a CTA exists once it runs
-    if constexpr (kCluster) {
-      cooperative_groups::cluster_group::barrier_arrive();
-    }
-  }
-  __device__ __forceinline__ void ready() const {
-    if constexpr (kCluster) {
-      cooperative_groups::cluster_group::barrier_wait();
-    }
-  }
-  __device__ __forceinline__ void barrier() const {
-    if constexpr (kCluster) {
-      cooperative_groups::cluster_group::sync();
-    } else {
-      __syncthreads();
-    }
-  }
-  __device__ __forceinline__ void put(int warp, const WarpMoments<A>& mine) const {
-    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-    if constexpr (kCluster) {
-      const auto cluster = cooperative_groups::this_cluster();
-      if (lane < static_cast<int>(cluster.num_blocks())) {
-        *cluster.map_shared_rank(parts + warp, lane) = mine;
-      }
-    } else if (lane == 0) {
-      parts[warp] = mine;
-    }
-  }
-#else  // no clusters: the launcher streams such rows
   __device__ __forceinline__ void begin() const {}
   __device__ __forceinline__ void ready() const {}
   __device__ __forceinline__ void barrier() const { __syncthreads(); }
@@ -130,22 +118,36 @@ struct PartExchange {
       parts[warp] = mine;
     }
   }
-#endif
+};
 
-  // The moments of a row of `warps` parts; valid in every lane.
-  template <bool kCentered>
-  __device__ __forceinline__ Moments<A> merged(int warps, A cols, A inverse_cols) const {
-    constexpr int kLanes = kMaxParts < kWarpSize ? kMaxParts : kWarpSize;
-    const int lane = static_cast<int>(threadIdx.x) % kLanes;
-    WarpMoments<A> mine = lane < warps ? parts[lane] : WarpMoments<A>{};
-    if constexpr (kMaxParts > kWarpSize) {
-#pragma unroll 1
-      for (int part = lane + kWarpSize; part < warps; part += kWarpSize) {
-        mine = append(mine, parts[part]);
-      }
-    }
-    return merge_moments<kCentered, kLanes>(mine, cols, inverse_cols);
+// Through the shared memory of every CTA of their cluster. That of another CTA exists once it runs:
+// between begin() and ready() there may be work that needs none of it.
+template <int kMaxParts_, typename A>
+struct ClusterExchange {
+  static constexpr int kMaxParts = kMaxParts_;
+  WarpMoments<A>* parts;
+
+#if __CUDA_ARCH__ >= 900
+  __device__ __forceinline__ void begin() const {
+    cooperative_groups::cluster_group::barrier_arrive();
   }
+  __device__ __forceinline__ void ready() const {
+    cooperative_groups::cluster_group::barrier_wait();
+  }
+  __device__ __forceinline__ void barrier() const { cooperative_groups::cluster_group::sync(); }
+  __device__ __forceinline__ void put(int warp, const WarpMoments<A>& mine) const {
+    const auto cluster = cooperative_groups::this_cluster();
+    const unsigned lane = threadIdx.x % kWarpSize;
+    if (lane < cluster.num_blocks()) {
+      *cluster.map_shared_rank(parts + warp, lane) = mine;
+    }
+  }
+#else  // never launched: rows are streamed instead
+  __device__ __forceinline__ void begin() const {}
+  __device__ __forceinline__ void ready() const {}
+  __device__ __forceinline__ void barrier() const {}
+  __device__ __forceinline__ void put(int, const WarpMoments<A>&) const {}
+#endif
 };
 
 }  // namespace fused_op::cuda

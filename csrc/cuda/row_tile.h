@@ -12,12 +12,17 @@
 
 namespace fused_op::cuda {
 
-template <int kLanes_, int kVectors_, bool kCluster_ = false>
+template <int kLanes_, int kVectors_>
 struct RowTile {
   static constexpr int kLanes = kLanes_;
   static constexpr int kVectors = kVectors_;
-  static constexpr bool kCluster = kCluster_;    // forward: a row's warps are those of a cluster
   static constexpr bool kOneWarp = kLanes < 32;  // several rows to a warp
+  static constexpr bool kCluster = false;
+};
+
+// Forward, sm_90: the warps of a row are those of a cluster.
+struct ClusterTile : RowTile<32, 4> {
+  static constexpr bool kCluster = true;
 };
 
 // Warps that share a row of `vectors` 16-byte vectors.
@@ -34,7 +39,6 @@ constexpr std::int64_t kMaxForwardVectors = kMaxRowThreads * 4;  // of a row in 
 // Longer rows are read twice by one CTA, or lie over the CTAs of a cluster (sm_90), at most
 // kMaxCluster of them.
 constexpr int kMaxCluster = 16;
-using ClusterTile = RowTile<32, 4, true>;
 constexpr int kMaxCtaParts = kMaxRowThreads / 32;  // warps
 constexpr int kMaxParts = kMaxCtaParts * kMaxCluster;
 constexpr std::int64_t kMaxClusterVectors = kMaxForwardVectors * kMaxCluster;

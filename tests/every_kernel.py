@@ -13,7 +13,7 @@ import argparse
 
 import torch
 
-from tests.ops import OPS, PAIRS
+from tests.ops import OPS, PAIRS, Op, Pair
 
 # Rows, and 16-byte vectors of a row: the tiles of csrc/cuda/row_tile.h from one lane a row to a
 # CTA, then rows in a cluster, too long for one, and streamed.
@@ -25,25 +25,32 @@ SHAPES = (
 )
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--dtype", help="of the input; default: all")
-    chosen = parser.parse_args().dtype
+    chosen = parser.parse_args(argv).dtype
     calls = 0
     for pair in PAIRS:
         if chosen is not None and pair.rows != getattr(torch, chosen):
             continue
-        for rows, vectors in SHAPES:
-            cols = vectors * 16 // pair.rows.itemsize
-            for shift in (0, 1):
-                for op in OPS:
-                    inputs = make_inputs(op, pair, rows, cols - shift, shift)
-                    outputs = op.fused(**inputs)
-                    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-                    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
-                    calls += 1
+        for op, rows, cols, shift in cases(pair):
+            inputs = make_inputs(op, pair, rows, cols, shift)
+            outputs = op.fused(**inputs)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+            calls += 1
         torch.cuda.synchronize()
         print(f"{pair}: {calls} calls forward and backward", flush=True)
+
+
+def cases(pair: Pair) -> list[tuple[Op, int, int, int]]:
+    """Op, rows, columns, and how many elements past a multiple of 16 bytes the rows begin."""
+    return [
+        (op, rows, vectors * 16 // pair.rows.itemsize - shift, shift)
+        for rows, vectors in SHAPES
+        for shift in (0, 1)
+        for op in OPS
+    ]
 
 
 def make_inputs(op, pair, rows: int, cols: int, shift: int) -> dict[str, torch.Tensor]:

@@ -9,8 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
@@ -18,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 import fused_op
 import fused_op_cuda
 from fused_op import disabled, functional, fused_layer_norm
+from tests.calls import arguments, assert_same, loss, outputs
 from tests.case import make_case
+from tests.graphs import Graphs
 from tests.ops import OPS, subsets
-from tests.test_routing import arguments, assert_same, loss, outputs
 
 MODULES = ["FusedLayerNorm", "FusedRMSNorm", "FusedAddLayerNorm", "FusedAddRMSNorm"]
 
@@ -217,26 +216,6 @@ def test_fake_and_meta_tensors(op):
                 assert output.shape == args[0].shape
         twins = op.fused(*(TwoTensor(t, 2 * t) for t in args))
     assert_same(tuple(t.a for t in outputs(twins)), outputs(op.reference(*args)))
-
-
-class Graphs:
-    """A backend that keeps the names of the operators it is given, backward included."""
-
-    def __init__(self):
-        self.names = []
-
-    def __call__(self, module, example):
-        return aot_autograd(fw_compiler=self.keep, bw_compiler=self.keep)(module, example)
-
-    def keep(self, graph, example):
-        self.names += [str(node.target) for node in graph.graph.nodes]
-        return make_boxed_func(graph.forward)
-
-    def kernels(self):
-        """How many kernel calls were compiled since the last time this was asked."""
-        count = sum(name.startswith("fused_op.norm") for name in self.names)
-        self.names.clear()
-        return count
 
 
 @pytest.mark.parametrize("enter", [False, True], ids=["around", "within"])

@@ -1,0 +1,50 @@
+"""A small call of an op in plain terms: its arguments, one loss over its outputs, a comparison.
+
+The tests that ask by which way a call goes use these; tests/case.py has the calls that are compared
+with truth.
+"""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SHAPE = (3, 4, 6)
+
+
+def arguments(op, requires_grad=False, dtype=torch.float32, device="cpu"):
+    torch.manual_seed(0)
+    shapes = [SHAPE if name in ("input", "residual") else SHAPE[-1:] for name in op.inputs]
+    return [
+        torch.randn(shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        for shape in shapes
+    ]
+
+
+def outputs(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def loss(result):
+    """Uses each output differently, so that no gradient is missed or swapped."""
+    return sum((output * (i + 2)).square().sum() for i, output in enumerate(outputs(result)))
+
+
+def assert_same(actual, expected, **tolerance):
+    torch.testing.assert_close(outputs(actual), outputs(expected), **tolerance)
+
+
+class Calls(TorchDispatchMode):
+    """The names of the operators that the dispatcher sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def binding_arguments(op, args):
+    named = dict(zip(op.inputs, args, strict=True))
+    tensors = [named.get(name) for name in ("input", "residual", "weight", "bias")]
+    return ["layer_norm" if op.centred else "rms_norm", *tensors, 0, 1e-5]

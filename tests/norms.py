@@ -1,0 +1,177 @@
+"""Norms as other libraries write them, modules that only look like one, and rows for them.
+
+They need no other library: tests/test_convert_architectures.py has the real ones.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.case import generator
+from tests.ops import F32
+
+COLS = 24
+
+
+# Norms as other libraries write them.
+class LlamaNorm(nn.Module):
+    """Statistics in float32, and a rounding before the weight."""
+
+    def __init__(self, cols=COLS, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(cols))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        x = hidden_states.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x.to(hidden_states.dtype)
+
+
+class ZeroCentredNorm(LlamaNorm):
+    def forward(self, x):
+        y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (y * (1 + self.weight.float())).type_as(x)
+
+
+class BiaslessLayerNorm(nn.Module):
+    def __init__(self, cols=COLS):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(cols)), 1e-5
+
+    def forward(self, x):
+        return F.layer_norm(x, self.weight.shape, self.weight, None, self.eps)
+
+
+class RowsNorm(nn.LayerNorm):
+    """As timm's LayerNorm."""
+
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class ImageNorm(RowsNorm):
+    """As timm's LayerNorm2d: the channels are dimension 1."""
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class ImageOrRowsNorm(RowsNorm):
+    """Tells images by four dimensions, and takes rows otherwise."""
+
+    def forward(self, x):
+        if x.dim() < 4:
+            return super().forward(x)
+        return super().forward(x.transpose(1, -1)).transpose(1, -1)
+
+
+class ShapedRmsNorm(nn.Module):
+    """As timm's RmsNorm; without a weight on demand."""
+
+    def __init__(self, cols=COLS, affine=True):
+        super().__init__()
+        self.normalized_shape, self.eps = (cols,), 1e-6
+        self.weight = nn.Parameter(torch.ones(cols)) if affine else None
+
+    def forward(self, x):
+        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class GatedNorm(LlamaNorm):
+    def forward(self, hidden_states, gate=None):
+        y = super().forward(hidden_states)
+        return y if gate is None else y * F.silu(gate)
+
+
+# What only looks like a norm, or has something that a kernel does not know.
+class TwoEpsilons(LlamaNorm):
+    """Normalises by the root mean square plus eps, which differs for small rows alone."""
+
+    def forward(self, x):
+        rms = x.float().pow(2).mean(-1, keepdim=True).sqrt()
+        return self.weight * (x.float() / (rms + self.variance_epsilon)).to(x.dtype)
+
+
+class IgnoresWeight(LlamaNorm):
+    """Right for a fresh module, whose weights are ones."""
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, None, self.variance_epsilon)
+
+
+class DetachedStatistics(LlamaNorm):
+    """The right output, but another gradient."""
+
+    def forward(self, x):
+        rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (x * rstd.detach())
+
+
+class NoGradient(LlamaNorm):
+    def forward(self, x):
+        return super().forward(x).detach()
+
+
+class WithDropout(LlamaNorm):
+    def forward(self, x):
+        return F.dropout(super().forward(x), training=self.training)
+
+
+class WiderOutput(LlamaNorm):
+    def forward(self, x):
+        return super().forward(x).double()
+
+
+class WithScale(LlamaNorm):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class ChildNorm(nn.LayerNorm):
+    def __init__(self):
+        super().__init__(COLS)
+        self.dropout = nn.Dropout()
+
+
+class HiddenEpsNorm(nn.Module):
+    def forward(self, x):
+        return F.layer_norm(x, x.shape[-1:])
+
+
+class SubclassedParameter(nn.Parameter):
+    pass
+
+
+def rows(module_or_cols=COLS, dtype=F32, *batch):
+    shape = (*(batch or (3, 5)), module_or_cols)
+    return torch.randn(shape, generator=generator("cpu", "rows", shape)).to(dtype)
+
+
+def randomize(model):
+    """Random parameters: those of a fresh norm, ones and zeros, hide mistakes.
+
+    Matrices are small enough for a softmax that does not amplify roundings: T5 has no scale in it.
+    """
+    g = generator("cpu", "parameters")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=g) * (0.1 if p.dim() > 1 else 1))
+    return model
+
+
+def changed(report):
+    return [(c.name, c.before, c.after) for c in report.converted]
+
+
+def only_reason(report):
+    assert not report.converted
+    (skipped,) = report.skipped
+    return skipped.reason
+
+
+def small_model():
+    return nn.ModuleDict(
+        {"a": nn.LayerNorm(8), "b": LlamaNorm(8), "c": nn.ModuleList([RowsNorm(8)])}
+    )

@@ -1,0 +1,157 @@
+"""Everything around a converted norm stays: names, hooks, modes, optimizers, copies, pickles.
+
+Catches a conversion that replaces an object instead of its class, touches the random state, is
+not undone by one revert, or that a copy, a pickle or torch.compile does not survive.
+"""
+
+import copy
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from fused_op import convert, revert
+from fused_op.modules import FusedLayerNorm, FusedRMSNorm
+from tests.norms import (
+    COLS,
+    LlamaNorm,
+    RowsNorm,
+    ShapedRmsNorm,
+    WithDropout,
+    changed,
+    only_reason,
+    randomize,
+    rows,
+    small_model,
+)
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_random_state_hooks_and_mode_are_left_alone():
+    calls = []
+    model = nn.Sequential(nn.LayerNorm(COLS), WithDropout(), LlamaNorm()).eval()
+    for module in model:
+        module.register_forward_pre_hook(lambda *_: calls.append("pre"))
+        module.register_forward_hook(lambda *_: calls.append("post"))
+    state = torch.get_rng_state()
+    assert len(convert(model).converted) == 2
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not calls and not any(m.training for m in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+    model(rows())
+    assert calls == ["pre", "post"] * 3
+
+
+def test_proof_is_outside_of_autocast_and_inside_of_no_grad():
+    model = nn.Sequential(nn.LayerNorm(COLS), LlamaNorm())
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert len(convert(model).converted) == 2
+
+
+def test_optimizer_goes_on():
+    model = nn.Sequential(nn.Linear(COLS, COLS), LlamaNorm(), nn.LayerNorm(COLS))
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        model(rows()).square().sum().backward()
+        optimizer.step()
+        convert(model)
+    assert all(int(s["step"]) == 2 for s in optimizer.state.values())
+    assert {id(p) for p in model.parameters()} == {id(p) for p in optimizer.state}
+
+
+def test_shared_module_is_converted_once():
+    norm = LlamaNorm(8)
+    model = nn.ModuleDict({"a": norm, "b": norm})
+    assert changed(convert(model, include="b")) == [("a", "LlamaNorm", "FusedLlamaNorm")]
+    assert model["a"] is model["b"] is norm
+    assert len(revert(model).converted) == 1 and type(norm) is LlamaNorm
+
+
+def test_converting_twice_changes_nothing_and_one_revert_undoes_it():
+    model = small_model()
+    before = [type(m) for m in model.modules()]
+    convert(model)
+    after = [type(m) for m in model.modules()]
+    report = convert(model)
+    assert not report.converted and {s.reason for s in report.skipped} == {"is fused already"}
+    assert [type(m) for m in model.modules()] == after
+    revert(model)
+    assert [type(m) for m in model.modules()] == before
+    assert not revert(model).converted
+
+
+def test_norms_that_were_fused_before_stay_so():
+    model = nn.Sequential(FusedLayerNorm(8), FusedRMSNorm(8), nn.LayerNorm(8))
+    assert [s.reason for s in convert(model).skipped] == ["is fused already"] * 2
+    assert [c.name for c in revert(model).converted] == ["2"]
+    assert [type(m) for m in model] == [FusedLayerNorm, FusedRMSNorm, nn.LayerNorm]
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))]
+)
+@pytest.mark.parametrize("make", [lambda: nn.LayerNorm(8), LlamaNorm, ShapedRmsNorm])
+def test_copies_are_converted_and_reverted(make, copied):
+    module = randomize(make())
+    original, x = type(module), rows(module.state_dict()["weight"].numel())
+    before = module(x)
+    convert(module)
+    clone = copied(module)
+    assert type(clone) is type(module) and torch.equal(clone(x), module(x))
+    assert isinstance(clone, original)
+    assert clone.state_dict().keys() == module.state_dict().keys()
+    assert len(revert(clone).converted) == 1
+    assert type(clone) is original and torch.equal(clone(x), before)
+    assert type(module) is not original
+
+
+class Reduced(LlamaNorm):
+    """Brings its own way of pickling."""
+
+    def __reduce__(self):
+        return type(self), (), {**self.__dict__, "restored": True}
+
+
+def test_pickling_of_the_original_class_is_kept():
+    module = Reduced()
+    assert convert(module).converted
+    clone = pickle.loads(pickle.dumps(module))
+    assert type(clone) is type(module) and clone.restored
+
+
+def test_class_changed_after_convert_is_not_reverted():
+    module = nn.LayerNorm((2, 8))
+    convert(module)
+    parametrizations.weight_norm(module)
+    reason = "its class was changed after convert: undo that first"
+    assert only_reason(revert(module)) == reason
+    nn.utils.parametrize.remove_parametrizations(module, "weight")
+    assert len(revert(module).converted) == 1 and type(module) is nn.LayerNorm
+
+
+def test_fused_class_is_made_once():
+    a, b = LlamaNorm(), LlamaNorm(8)
+    convert(nn.Sequential(a, b))
+    assert type(a) is type(b)
+
+
+@pytest.mark.parametrize("make", [LlamaNorm, RowsNorm])
+def test_compiles_without_a_graph_break(make):
+    module, x = make(COLS), rows()
+    convert(module)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), module(x))
+
+
+def test_readme_example_runs(capsys):
+    section = README.read_text().split("## Convert a model")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    namespace = {}
+    exec(code, namespace)
+    assert "norms changed: 4, left as they are: 1" in capsys.readouterr().out
+    assert type(namespace["model"].layers[0].norm1) is nn.LayerNorm  # reverted

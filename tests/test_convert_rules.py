@@ -1,0 +1,289 @@
+"""Which norms convert changes and which it refuses, and with which words it reports either.
+
+Catches a norm that is fused although the kernel computes something else than its forward, a right
+one that is refused, and a report, a pattern or a refusal that misleads.
+"""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import fused_op
+from fused_op import convert, revert
+from fused_op._fused_class import fused_class
+from fused_op.modules import FusedLayerNorm, FusedRMSNorm
+from tests.norms import (
+    COLS,
+    BiaslessLayerNorm,
+    ChildNorm,
+    DetachedStatistics,
+    GatedNorm,
+    HiddenEpsNorm,
+    IgnoresWeight,
+    ImageNorm,
+    ImageOrRowsNorm,
+    LlamaNorm,
+    NoGradient,
+    RowsNorm,
+    ShapedRmsNorm,
+    SubclassedParameter,
+    TwoEpsilons,
+    WiderOutput,
+    WithDropout,
+    WithScale,
+    ZeroCentredNorm,
+    changed,
+    only_reason,
+    randomize,
+    rows,
+    small_model,
+)
+from tests.ops import BF16, F16, F32, F64
+
+# --- Which modules change -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64], ids=str)
+@pytest.mark.parametrize(
+    ("make", "fused"),
+    [
+        (lambda: nn.LayerNorm(COLS), FusedLayerNorm),
+        (lambda: nn.LayerNorm(COLS, bias=False), FusedLayerNorm),
+        (lambda: nn.LayerNorm((4, COLS), eps=1e-12), FusedLayerNorm),
+        (lambda: nn.LayerNorm(COLS, elementwise_affine=False), FusedLayerNorm),
+        (lambda: nn.LayerNorm(1), FusedLayerNorm),
+        (lambda: nn.LayerNorm(2048), FusedLayerNorm),
+        (lambda: nn.RMSNorm(COLS), FusedRMSNorm),
+        (lambda: nn.RMSNorm((4, COLS), eps=0.1), FusedRMSNorm),
+        (lambda: nn.RMSNorm(COLS, elementwise_affine=False), FusedRMSNorm),
+        (lambda: RowsNorm(COLS), None),
+        (lambda: BiaslessLayerNorm(), None),
+        (lambda: ShapedRmsNorm(), None),
+        (lambda: ShapedRmsNorm(affine=False), None),
+        (lambda: LlamaNorm(), None),
+        (lambda: GatedNorm(), None),
+    ],
+)
+def test_norm_changes_its_class_and_nothing_else(make, fused, dtype):
+    module = randomize(make()).to(dtype)
+    if dtype is F64 and isinstance(module, LlamaNorm):
+        pytest.skip("computes in float32: refused, below")
+    original, kept = type(module), dict(module.__dict__)
+    report = convert(module)
+    assert changed(report) == [("", original.__name__, f"Fused{original.__name__}")]
+    assert type(module) is (fused or fused_class(original, *type(module)._fused_recipe[1:]))
+    assert isinstance(module, original)
+    assert all(module.__dict__[key] is value for key, value in kept.items())
+    assert report.converted[0].ulps == 1 + (isinstance(module, LlamaNorm) and dtype is not F32)
+    assert len(revert(module).converted) == 1
+    assert type(module) is original and module.__dict__ == kept
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64], ids=str)
+@pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm, LlamaNorm, BiaslessLayerNorm])
+def test_proof_succeeds_at_every_width(make, dtype):
+    """A bound that is too tight would refuse some right norms, by chance of their widths."""
+    if make is LlamaNorm and dtype is F64:
+        pytest.skip("computes in float32")
+    model = nn.Sequential(*(make(cols).to(dtype) for cols in (*range(1, 70, 4), 255, 4096)))
+    assert not convert(model).skipped
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64], ids=str)
+@pytest.mark.parametrize("cls", [LlamaNorm, BiaslessLayerNorm, RowsNorm, ShapedRmsNorm])
+def test_fused_class_computes_by_the_kernel(cls, dtype, monkeypatch):
+    """A class of another library becomes a fused one, with the weight, bias and eps it had."""
+    module, x = randomize(cls(COLS)).to(dtype), rows(COLS, dtype)
+    if cls is LlamaNorm and dtype is F64:
+        pytest.skip("computes in float32")
+    convert(module)
+    norm = type(module)._fused_recipe[1]
+    eps = getattr(module, "variance_epsilon", None) or module.eps
+    if norm == "layer_norm":
+        expected = fused_op.fused_layer_norm(x, module.weight, getattr(module, "bias", None), eps)
+    else:
+        expected = fused_op.fused_rms_norm(x, module.weight, eps)
+    monkeypatch.setattr(cls, "forward", None)
+    assert torch.equal(module(x), expected)
+
+
+def test_call_that_was_not_proved_takes_the_original_forward():
+    module, gate = randomize(GatedNorm()), rows()
+    original = copy.deepcopy(module)
+    assert convert(module).converted
+    x = rows().to(BF16)
+    assert module(x).dtype == F32  # as the original, whose weight promotes
+    for args, kwargs in [((x,), {}), ((rows(), gate), {}), ((), {"hidden_states": rows()})]:
+        assert torch.equal(module(*args, **kwargs), original(*args, **kwargs))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Linear(4, 4),
+        nn.Sequential(nn.Linear(4, 4), nn.Dropout()),
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_model_without_norms_has_an_empty_report(module):
+    assert convert(module) == revert(module) == fused_op.convert(module)
+    assert str(convert(module)) == "norms changed: 0, left as they are: 0"
+
+
+# --- What is refused, and with which words --------------------------------------------------------
+
+
+def with_forward(module):
+    module.forward = module.forward
+    return module
+
+
+def with_attribute(name, value):
+    module = LlamaNorm()
+    setattr(module, name, value)
+    return module
+
+
+def mixed_dtypes():
+    module = nn.LayerNorm(COLS)
+    module.bias.data = module.bias.data.to(BF16)
+    return module
+
+
+OTHER = r"differs from {} over the last 1 dimension\(s\) by more than torch.float32 rounds"
+REFUSED = {
+    "gemma": (ZeroCentredNorm, "multiplies by 1 \\+ weight, for which there is no kernel yet"),
+    "float64 in float32": (
+        lambda: LlamaNorm().double(),
+        r"differs from rms_norm .* by more than torch.float64 rounds",
+    ),
+    "other eps": (TwoEpsilons, OTHER.format("rms_norm")),
+    "no weight": (IgnoresWeight, OTHER.format("rms_norm")),
+    "dropout": (WithDropout, OTHER.format("rms_norm")),
+    "gradient": (DetachedStatistics, "the gradient of its input is another than that of rms_norm"),
+    "no gradient": (NoGradient, "gives no gradient"),
+    "group": (lambda: nn.GroupNorm(2, COLS), "forward of rows .* raises |differs from layer_norm"),
+    "batch": (lambda: nn.BatchNorm1d(COLS), r"has buffers \(running_mean, .*\)"),
+    "images": (lambda: ImageNorm(COLS), r"forward of rows \[7, 24\] raises RuntimeError: permute"),
+    "images or rows": (lambda: ImageOrRowsNorm(3), OTHER.format("layer_norm")),
+    "dtype of result": (WiderOutput, r"forward of torch.float32\[7, 24\] returns torch.float64\["),
+    "parametrized": (
+        lambda: parametrizations.weight_norm(nn.LayerNorm((2, COLS))),
+        r"is parametrized \(torch.nn.utils.parametrize\), by a class of its own",
+    ),
+    "pruned": (lambda: prune.identity(nn.LayerNorm(COLS), "weight"), r"has buffers \(weight_mask"),
+    "scale": (WithScale, r"has parameters other than weight and bias \(scale\)"),
+    "tensor": (lambda: tensor_weight(), "its weight is not a parameter"),
+    "subclass": (lambda: subclass_weight(), "its bias is a SubclassedParameter, not a plain param"),
+    "scripted": (lambda: torch.jit.script(nn.LayerNorm(COLS)), "is compiled by TorchScript"),
+    "instance": (lambda: with_forward(LlamaNorm()), "its forward is replaced on the instance"),
+    "children": (ChildNorm, "contains other modules"),
+    "no eps": (HiddenEpsNorm, "has no eps"),
+    "eps": (
+        lambda: with_attribute("variance_epsilon", torch.tensor(1e-6)),
+        "its variance_epsilon is a Tensor, not a number",
+    ),
+    "meta": (lambda: nn.LayerNorm(COLS, device="meta"), "is on the meta device, where nothing can"),
+    "dtype": (
+        lambda: nn.LayerNorm(COLS, dtype=torch.float8_e4m3fn, elementwise_affine=True),
+        "is of torch.float8_e4m3fn, for which there is no kernel",
+    ),
+    "mixed": (mixed_dtypes, "its weight and bias differ in dtype or device"),
+}
+
+
+def tensor_weight():
+    module = LlamaNorm()
+    del module.weight
+    module.weight = torch.ones(COLS)
+    return module
+
+
+def subclass_weight():
+    module = nn.LayerNorm(COLS)
+    module.bias = SubclassedParameter(torch.zeros(COLS))
+    return module
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_and_left_as_it_was(case):
+    make, reason = REFUSED[case]
+    module = make()
+    before, kept = type(module), dict(module.__dict__)
+    parameters = {n: p._version for n, p in module.named_parameters()}
+    report = convert(module)
+    assert re.match(reason, only_reason(report)), only_reason(report)
+    assert type(module) is before and module.__dict__ == kept
+    assert {n: p._version for n, p in module.named_parameters()} == parameters
+    assert revert(module) == fused_op.convert(nn.Identity())  # there is nothing to revert
+
+
+def test_kernel_of_another_device_is_not_invented(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("xpu"))
+    assert only_reason(convert(nn.LayerNorm(COLS))) == "is on xpu, for which there is no kernel"
+
+
+# --- Patterns, mistakes, the report ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, ["a", "b", "c.0"]),
+        ({"include": "a"}, ["a"]),
+        ({"include": ["a", "c.*"]}, ["a", "c.0"]),
+        ({"exclude": ("[ab]",)}, ["c.0"]),
+        ({"include": "*", "exclude": "c*"}, ["a", "b"]),
+        ({"include": []}, []),
+        ({"include": lambda name, module: isinstance(module, nn.LayerNorm)}, ["a", "c.0"]),
+        ({"exclude": lambda name, module: name == "a"}, ["b", "c.0"]),
+    ],
+)
+def test_include_and_exclude(options, names):
+    report = convert(small_model(), **options)
+    assert [c.name for c in report.converted] == names
+    reasons = {s.name: s.reason for s in report.skipped}
+    assert reasons.keys() == {"a", "b", "c.0"} - set(names)
+    assert set(reasons.values()) <= {"is not included", "is excluded"}
+
+
+def failing(name, module):
+    raise KeyError(name)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m: convert(m, include="d"), ValueError, "include pattern 'd' matches no norm"),
+        (lambda m: convert(m, exclude=["c"]), ValueError, "exclude pattern 'c' matches no norm"),
+        (lambda m: convert(m, include=3), TypeError, "include must be a pattern, .* not 3"),
+        (lambda m: convert(m, exclude=[3]), TypeError, r"exclude must be a pattern, .* not \[3\]"),
+        (lambda m: convert(m, exclude=failing), KeyError, "a"),
+        (lambda m: convert([m]), TypeError, "convert: model must be a torch.nn.Module, not list"),
+        (lambda m: revert([m]), TypeError, "revert: model must be a torch.nn.Module, not list"),
+    ],
+)
+def test_mistake_raises_and_changes_nothing(call, error, message):
+    model = small_model()
+    before = [type(m) for m in model.modules()]
+    with pytest.raises(error, match=message):
+        call(model)
+    assert [type(m) for m in model.modules()] == before
+
+
+def test_report_is_a_table():
+    model = nn.ModuleDict({"norm": LlamaNorm().to(BF16), "gemma": ZeroCentredNorm()})
+    report = convert(model)
+    assert str(report).splitlines() == [
+        "norms changed: 1, left as they are: 1",
+        "  norm   LlamaNorm -> FusedLlamaNorm  "
+        "up to 2 ulp apart: the original rounds before the weight too",
+        "  gemma  ZeroCentredNorm              "
+        "multiplies by 1 + weight, for which there is no kernel yet",
+    ]

@@ -1,0 +1,29 @@
+"""The script for compute-sanitizer, which nothing else runs, still runs.
+
+Catches a change of an op or of the table of ops that tests/every_kernel.py does not follow: it
+would fail on the day that it is needed, or find no fault there because it launches nothing.
+"""
+
+import pytest
+
+from tests import every_kernel
+from tests.ops import DEVICES, OPS
+
+
+def test_cases(pair):
+    """Catches a list that is empty, misses an op, or has rows without columns: no kernel runs."""
+    cases = every_kernel.cases(pair)
+    assert len(cases) == 2 * len(every_kernel.SHAPES) * len(OPS)
+    assert {op for op, *_ in cases} == set(OPS)
+    assert all(rows > 0 and cols > 0 for _, rows, cols, _ in cases)
+
+
+@pytest.mark.skipif("cuda" not in DEVICES, reason="needs a GPU")
+def test_script(capsys):
+    """Catches a script that fails or skips calls; one dtype, with both dtypes of its parameters."""
+    every_kernel.main(["--dtype", "bfloat16"])
+    calls = 2 * len(every_kernel.SHAPES) * len(OPS)
+    assert capsys.readouterr().out.splitlines() == [
+        f"bf16-bf16: {calls} calls forward and backward",
+        f"bf16-f32: {2 * calls} calls forward and backward",
+    ]

@@ -124,12 +124,12 @@ def normalize(
             )
     if eps is None:
         eps = torch.finfo(compute_dtype(x)).eps
-    output, _ = _normalized(norm, x.to(compute_dtype(x)), len(shape), eps)
+    output, _ = _normalized(norm, _cast(x, compute_dtype(x)), len(shape), eps)
     if weight is not None:
         output = output * weight.to(output.dtype)
     if bias is not None:
         output = output + bias.to(output.dtype)
-    return output.to(x.dtype)
+    return _cast(output, x.dtype)
 
 
 def normalize_backward(
@@ -148,7 +148,7 @@ def normalize_backward(
     Mean and rstd are computed from x again: saved ones would be constants to the next derivative.
     """
     compute = compute_dtype(x)
-    normalized, rstd = _normalized(norm, x.to(compute), normalized_ndim, eps)
+    normalized, rstd = _normalized(norm, _cast(x, compute), normalized_ndim, eps)
     grad = grad_output.to(compute)
     grad_x = grad_weight = grad_bias = None
     if wanted[0]:
@@ -162,12 +162,20 @@ def normalize_backward(
         grad_x = projected * rstd
         if grad_sum is not None:
             grad_x = grad_x + grad_sum.to(compute)
-        grad_x = grad_x.to(x.dtype)
+        grad_x = _cast(grad_x, x.dtype)
     if wanted[1]:
-        grad_weight = _sum_rows(grad * normalized, normalized_ndim).to(param_dtype)
+        grad_weight = _cast(_sum_rows(grad * normalized, normalized_ndim), param_dtype)
     if wanted[2]:
-        grad_bias = _sum_rows(grad, normalized_ndim).to(param_dtype)
+        grad_bias = _cast(_sum_rows(grad, normalized_ndim), param_dtype)
     return grad_x, grad_weight, grad_bias
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, but never the same tensor again as the result of an operation.
+
+    Dynamo of PyTorch 2.11 gives an autograd.Function that returns such a result zero gradients.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

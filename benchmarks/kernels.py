@@ -70,7 +70,7 @@ def build(tree: Path, pair: str, library: Path, arch: str) -> None:
         sources = [tree / f"cuda/launch_{pair}.cu", tree / "cuda/fused_op_kernel.cu", door]
         objects = [Path(directory) / f"{source.stem}.o" for source in sources]
         nvcc = ["nvcc", "-std=c++20", "-O3", "-lineinfo", "-fmad=false", f"-I{tree}"]
-        nvcc += [f"-arch={arch}", "-Xcompiler=-fPIC", "-Xptxas=--warn-on-spills"]
+        nvcc += [f"-arch={arch}", "-Xcompiler=-fPIC,-fno-gnu-unique", "-Xptxas=--warn-on-spills"]
         with ThreadPoolExecutor() as pool:
             compile = lambda job: subprocess.run([*nvcc, "-c", job[0], "-o", job[1]], check=True)  # noqa: E731
             list(pool.map(compile, zip(sources, objects, strict=True)))

@@ -16,10 +16,11 @@ import torch
 from tests.ops import OPS, PAIRS, Op, Pair
 
 # Rows, and 16-byte vectors of a row: the tiles of csrc/cuda/row_tile.h from one lane a row to a
-# CTA, then rows in a cluster, too long for one, and streamed.
+# CTA, with few rows and many, then rows in a cluster, too long for one, and streamed.
 SHAPES = (
-    *((rows, vectors) for rows in (3, 200) for vectors in (1, 2, 4, 8, 16, 32, 64, 128)),
-    *((5, vectors) for vectors in (320, 1024, 1536, 2048)),
+    *((rows, vectors) for rows in (3, 600) for vectors in (1, 2, 4, 8, 16, 32, 64, 128)),
+    *((rows, vectors) for rows in (5, 250) for vectors in (320, 512)),
+    *((5, vectors) for vectors in (1024, 1536, 2048)),
     *((2, vectors) for vectors in (4096, 32769)),
     (140, 2049),
 )
@@ -45,8 +46,10 @@ def main(argv: list[str] | None = None) -> None:
 
 def cases(pair: Pair) -> list[tuple[Op, int, int, int]]:
     """Op, rows, columns, and how many elements past a multiple of 16 bytes the rows begin."""
-    return [
-        (op, rows, vectors * 16 // pair.rows.itemsize - shift, shift)
+    vector = 16 // pair.rows.itemsize
+    less_than_one = [(op, 300, cols, 0) for cols in range(1, vector) for op in OPS]
+    return less_than_one + [
+        (op, rows, vectors * vector - shift, shift)
         for rows, vectors in SHAPES
         for shift in (0, 1)
         for op in OPS

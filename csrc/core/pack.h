@@ -50,9 +50,9 @@ FUSED_OP_HD Pack<T, N> as_pack(const T (&values)[N]) {
   return pack;
 }
 
-// Access policies have load and store_row: a pack begins at column `col` of a row `width` columns
-// wide; elements past the row's end load as zero and are not stored. store_row takes several packs,
-// each `kLanes` packs after the one before.
+// Access policies have load, clip and store_row: a pack begins at column `col` of a row `width`
+// columns wide. Elements past the row's end load as anything until clip() makes them zero, and are
+// not stored. store_row takes several packs, each `kLanes` packs after the one before.
 struct ByteAccess {
   template <int N, typename T>
   FUSED_OP_HD static Pack<T, N> load(const T* row, std::int64_t col, std::int64_t width,
@@ -71,6 +71,9 @@ struct ByteAccess {
     }
     return as_pack(values);
   }
+
+  template <typename T, int N, typename Col>
+  FUSED_OP_HD static void clip(Col, Pack<T, N>&) {}  // they loaded as zero
 
   // Parameters that may be absent: null means `absent` everywhere.
   template <int N, typename T>

@@ -34,10 +34,11 @@ struct Plain {
     return Access::template load<N>(input, col, width);
   }
   template <typename Access, int kLanes, int N, int kVectors, typename Col>
-  FUSED_OP_HD void finish(const Fetched<N> (&fetched)[kVectors], Pack<T, N> (&row)[kVectors], Col,
-                          Col) const {
+  FUSED_OP_HD void finish(const Fetched<N> (&fetched)[kVectors], Pack<T, N> (&row)[kVectors],
+                          Col col, Col width) const {
     for (int i = 0; i < kVectors; ++i) {
       row[i] = fetched[i];
+      Access::clip(width - (col + i * kLanes * N), row[i]);
     }
   }
   // Where the finished row can be read again.
@@ -82,6 +83,7 @@ struct AddResidual {
         total[j] += addend[j];
       }
       row[i] = pack_from<T, N>(total);
+      Access::clip(width - (col + i * kLanes * N), row[i]);
     }
     Access::template store_row<kLanes>(sum, col, width, row);
   }

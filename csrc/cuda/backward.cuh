@@ -27,7 +27,8 @@ struct BackwardLayout {
   // weight.
   static constexpr int kOwned = Tile::kVectors * N;
   static constexpr bool kKeepRow = Access::kWholePacks && kOwned * sizeof(Accumulator<T>) <= 64;
-  static constexpr bool kKeepPacks = !Access::kWholePacks && Tile::kVectors <= 2;
+  static constexpr bool kKeepPacks =
+      !Access::kWholePacks && Tile::kVectors <= (Source::kGradStreams == 2 ? 2 : 1);
   static constexpr bool kKeepWeight = kOwned * sizeof(W) <= 32;
   static constexpr int kWeightBlocks = kKeepWeight ? 0 : kOwned * sizeof(W) / kVectorBytes;
   // Blocks a shifted row has more than vectors. One would do, but where there is room, rows begin
@@ -54,13 +55,13 @@ struct BackwardLayout {
   static constexpr int kGroupBlocks = group_blocks(kStages);
 };
 
-// Bytes by which a row begins after a multiple of 16; low bits are enough to tell.
-template <typename T>
-__device__ __forceinline__ int address_shift(const ConstRows& rows, std::int64_t row) {
-  const auto low = static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(rows.data));
-  const auto stride = static_cast<std::uint32_t>(rows.stride) * std::uint32_t{sizeof(T)};
-  return static_cast<int>((low + static_cast<std::uint32_t>(row) * stride) % kVectorBytes);
-}
+// From one row of a team to its next one, made by the launcher: kernel parameters take no
+// registers.
+struct RowSteps {
+  std::int64_t rows;
+  std::int64_t streams[3];  // bytes, in x, dy and the gradient of the sum
+  std::int64_t grad_input;  // bytes
+};
 
 // An address in shared memory, opaque, so that it stays in its register: the compiler would make it
 // anew, in five instructions, for each copy.
@@ -92,6 +93,7 @@ template <typename W, typename Norm, typename Source, typename Access, typename 
 __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThreads,
                                   BackwardLayout<W, Source, Access, Tile>::kCtasPerSm)
     norm_backward_kernel(const __grid_constant__ NormBackwardArgs args,
+                         const __grid_constant__ RowSteps steps,
                          Accumulator<typename Source::Element>* partials) {
   using T = typename Source::Element;
   using A = Accumulator<T>;
@@ -112,63 +114,65 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   extern __shared__ uint4 shared[];
   __shared__ PullbackSums<A> parts[2][kMaxRowThreads / kWarpSize];
 
-  const int warps = row_warps<Tile>((args.cols + N - 1) / N);
-  const int row_threads = kLanes * warps;
-  const int rows_at_once = blockDim.x / row_threads;
-  const int team = threadIdx.x / row_threads;
+  const int team = threadIdx.y;
   const int lane = threadIdx.x % kLanes;
-  const int warp = warps == 1 ? 0 : threadIdx.x / kWarpSize % warps;
+  const int warps = blockDim.x / kLanes;
+  const int warp = threadIdx.x / kLanes;
+  const int group = team * warps + warp;
   const int width = static_cast<int>(args.cols);  // a row that fits into one CTA is short
   const int first_col = (warp * kVectors * kLanes + lane) * N;
   const auto col_of = [&](int i) { return first_col + i * kLanes * N; };
-  // Rows of this team: `turns` of them, `step` apart; its CTA takes `cta_turns`.
-  const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * rows_at_once;
-  const std::int64_t cta_row = static_cast<std::int64_t>(blockIdx.x) * rows_at_once;
+  const std::int64_t cta_row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y;
   const std::int64_t first_row = cta_row + team;
-  const int cta_turns = static_cast<int>((args.rows - cta_row + step - 1) / step);
-  const int turns =
-      first_row < args.rows ? static_cast<int>((args.rows - first_row + step - 1) / step) : 0;
   const A inverse_cols = reciprocal(static_cast<A>(width));
 
   // This lane's blocks. Lane l reads back blocks l and l + 1, of which it copied the first.
-  uint4* const blocks = shared + threadIdx.x / kLanes * Layout::kGroupBlocks + lane;
-  const auto block_of = [&](int stage, int stream, int i) {
-    return blocks + (stage * kStreams + stream) * Layout::kStreamBlocks + i * kLanes;
-  };
+  constexpr int kStreamBytes = Layout::kStreamBlocks * kVectorBytes;
+  constexpr int kStageBytes = kStreams * kStreamBytes;
+  uint4* const blocks = shared + group * Layout::kGroupBlocks + lane;
+  const std::uint32_t blocks_at = shared_address(blocks);
   // Where this lane's columns of the next row to copy begin, in each stream.
   const ConstRows* const streams[3] = {&args.x, &args.grad_output, &args.grad_sum};
-  const T* ahead[kStreams];
+  std::uintptr_t ahead[kStreams];
 #pragma unroll
   for (int s = 0; s < kStreams; ++s) {
-    ahead[s] = row_of<T>(*streams[s], first_row) + first_col;
+    ahead[s] = reinterpret_cast<std::uintptr_t>(row_of<T>(*streams[s], first_row) + first_col);
   }
-  const std::uint32_t to = shared_address(blocks);
-  const auto copy_ahead = [&](int turn, int stage) {
-    if (turn < turns) {
+  const int row_bytes = (width - first_col) * static_cast<int>(sizeof(T));  // from here on
+  constexpr int kStride = kLanes * kVectorBytes;  // from a lane's vector to its next
+  const auto copy_ahead = [&](std::int64_t row, std::uint32_t to) {
+    if (row < args.rows) {
 #pragma unroll
       for (int s = 0; s < kStreams; ++s) {
-        const auto begin = reinterpret_cast<std::uintptr_t>(ahead[s]);
-        const auto end = reinterpret_cast<std::uintptr_t>(ahead[s] + (width - first_col));
-        const auto block = begin - (Access::kWholePacks ? 0 : begin % kVectorBytes);
+        const int shift = Access::kWholePacks ? 0 : static_cast<int>(ahead[s] % kVectorBytes);
 #pragma unroll
         for (int i = 0; i < kVectors + (Access::kWholePacks ? 0 : 1); ++i) {
-          const auto from = block + i * (kLanes * kVectorBytes);
-          const bool in_row = Access::kWholePacks ? col_of(i) < width : from < end;
-          if (in_row && (i < kVectors || lane == 0)) {
-            const int slot = (stage * kStreams + s) * Layout::kStreamBlocks + i * kLanes;
-            copy_async(to + slot * kVectorBytes, from);
+          if (i * kStride < row_bytes + shift && (i < kVectors || lane == 0)) {
+            copy_async(to + s * kStreamBytes + i * kStride, ahead[s] - shift + i * kStride);
           }
         }
-        ahead[s] += step * streams[s]->stride;
       }
+    }
+#pragma unroll
+    for (int s = 0; s < kStreams; ++s) {
+      ahead[s] += steps.streams[s];
     }
     __pipeline_commit();  // an empty group too: the count of groups is the count of rows
   };
 
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) {
-    copy_ahead(stage, stage);
+    copy_ahead(first_row + stage * steps.rows, blocks_at + stage * kStageBytes);
   }
+  // Where registers are left, statistics are read a row ahead, like the row itself.
+  constexpr bool kRoomy = Access::kWholePacks || kKeepPacks;
+  const A* stats = static_cast<const A*>(args.stats) + first_row;
+  const auto next_saved = [&](bool live) {
+    const A* const here = stats;
+    stats += steps.rows;
+    return live ? Norm::saved(here, 0, args.rows) : SavedStats<A>{};
+  };
+  SavedStats<A> saved = kRoomy ? next_saved(first_row < args.rows) : SavedStats<A>{};
   WeightPack kept[kKeepWeight ? kVectors : 1];
   const auto* weight = static_cast<const W*>(args.weight);
   constexpr int kWeightParts = sizeof(WeightPack) / kVectorBytes;
@@ -176,7 +180,7 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     WeightPack pack = load_parameters<N>(weight, col_of(i), width, 1);
-    ShiftedAccess::clip(pack, width - col_of(i));
+    Access::clip(width - col_of(i), pack);
     if constexpr (kKeepWeight) {
       kept[i] = pack;
     } else {
@@ -203,31 +207,24 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
 
   A dweight[kVectors][N] = {};
   A dbias[kVectors][N] = {};
-  int stage = 0;
+  std::uint32_t here = blocks_at;  // the row at hand; `free` is where the one before it was
+  std::uint32_t free = blocks_at + (kStages - 1) * kStageBytes;
   int parity = 0;
-  // Where registers are left, statistics are read a row ahead, like the row itself.
-  constexpr bool kRoomy = Access::kWholePacks || kKeepPacks;
-  const A* stats = static_cast<const A*>(args.stats) + first_row;
-  const auto next_saved = [&](int turn) {
-    const A* const here = stats;
-    stats += step;
-    return turn < turns ? Norm::saved(here, 0, args.rows) : SavedStats<A>{};
-  };
-  SavedStats<A> saved = kRoomy ? next_saved(0) : SavedStats<A>{};
   T* dx = static_cast<T*>(args.grad_input) + first_row * args.cols;
-  for (int turn = 0; turn < cta_turns; ++turn) {
-    const int live_width = turn < turns ? width : 0;
+  for (std::int64_t row = first_row; row - team < args.rows; row += steps.rows) {
+    const bool live = row < args.rows;
+    const int live_width = live ? width : 0;
     if constexpr (!kRoomy) {
-      saved = next_saved(turn);
+      saved = next_saved(live);
     }
     const Normalizer<A> normalizer = saved.normalizer();
     if constexpr (kRoomy) {
-      saved = next_saved(turn + 1);
+      saved = next_saved(row + steps.rows < args.rows);
     }
     if constexpr (!Access::kWholePacks) {
       __syncwarp();  // the neighbours have read what is overwritten now
     }
-    copy_ahead(turn + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
+    copy_ahead(row + (kStages - 1) * steps.rows, free);
     __pipeline_wait_prior(kStages - 1);
     if constexpr (!Access::kWholePacks) {
       __syncwarp();  // their blocks have arrived too
@@ -239,8 +236,8 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
     };
     const auto staged = [&](int stream, int i) {
       return Access::template load_staged<N, T>(
-          block_of(stage, stream, i), address_shift<T>(*streams[stream], first_row + turn * step),
-          live_width - col_of(i));
+          here + stream * kStreamBytes + i * kStride,
+          static_cast<int>((ahead[stream] - kStages * steps.streams[stream]) % kVectorBytes));
     };
     const auto expand = [&](const Pack<T, N>& x_pack, const Pack<T, N>& dy_pack, int i, A(&xhat)[N],
                             A(&dy)[N], A(&wdy)[N]) {
@@ -263,8 +260,9 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
         A dy[N];
         A(&xhat)[N] = kept_xhat[kKeepRow ? i : 0];
         A(&wdy)[N] = kept_wdy[kKeepRow ? i : 0];
-        const Pack<T, N> x_pack = staged(0, i);
-        const Pack<T, N> dy_pack = staged(1, i);
+        Pack<T, N> x_pack = staged(0, i);
+        Pack<T, N> dy_pack = staged(1, i);
+        Access::clip(live_width - col_of(i), x_pack, dy_pack);
         if constexpr (kKeepPacks) {
           kept_packs[0][i] = x_pack;
           kept_packs[1][i] = dy_pack;
@@ -288,7 +286,7 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
       if (lane == 0) {
         row_parts[warp] = sums;
       }
-      row_barrier(team, row_threads);
+      row_barrier(team, blockDim.x);
       sums = {};
       for (int w = 0; w < warps; ++w) {
         sums.wdy_xhat += row_parts[w].wdy_xhat;
@@ -309,7 +307,7 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
           if constexpr (kKeepPacks) {
             expand(kept_packs[0][i], kept_packs[1][i], i, xhat, dy, wdy);
           } else if constexpr (!kKeepRow) {
-            expand(staged(0, i), staged(1, i), i, xhat, dy, wdy);
+            expand(staged(0, i), staged(1, i), i, xhat, dy, wdy);  // not clipped, nor stored there
           }
 #pragma unroll
           for (int j = 0; j < N; ++j) {
@@ -332,8 +330,9 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
         Access::template store_row<kLanes>(dx, first_col, live_width, results);
       }
     }
-    dx += step * args.cols;
-    stage = stage == kStages - 1 ? 0 : stage + 1;
+    dx = reinterpret_cast<T*>(reinterpret_cast<char*>(dx) + steps.grad_input);
+    free = here;
+    here = here == blocks_at + (kStages - 1) * kStageBytes ? blocks_at : here + kStageBytes;
   }
   if (args.grad_weight == nullptr && args.grad_bias == nullptr) {
     return;
@@ -355,12 +354,14 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   }
   // then all of them, side by side in shared memory: a thread adds up whole columns.
   const int row_cols = warps * kVectors * kLanes * N;
-  const int group_threads = kLanes < kWarpSize ? kWarpSize : row_threads;
-  const int groups = blockDim.x / group_threads;
+  const int thread = team * blockDim.x + threadIdx.x;
+  const int threads = blockDim.x * blockDim.y;
+  const int groups = Tile::kOneWarp ? threads / kWarpSize : blockDim.y;
   A* const exchange = reinterpret_cast<A*>(shared);  // [groups, Norm::kGrads, row_cols]
   __syncthreads();
-  if (threadIdx.x % kWarpSize < kLanes) {
-    A* const mine = exchange + threadIdx.x / group_threads * Norm::kGrads * row_cols;
+  if (thread % kWarpSize < kLanes) {
+    A* const mine =
+        exchange + (Tile::kOneWarp ? thread / kWarpSize : team) * Norm::kGrads * row_cols;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       VectorAccess::store(mine, col_of(i), row_cols, as_pack(dweight[i]));
@@ -374,11 +375,11 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   const int stride = static_cast<int>(partial_stride<T>(width));
 #pragma unroll
   for (int grad = 0; grad < Norm::kGrads; ++grad) {
-    for (int col = threadIdx.x * kFour; col < width; col += blockDim.x * kFour) {
+    for (int col = thread * kFour; col < width; col += threads * kFour) {
       A sums[kFour] = {};
-      for (int group = 0; group < groups; ++group) {
+      for (int g = 0; g < groups; ++g) {
         A addends[kFour];
-        unpack(VectorAccess::load<kFour>(exchange + (group * Norm::kGrads + grad) * row_cols, col,
+        unpack(VectorAccess::load<kFour>(exchange + (g * Norm::kGrads + grad) * row_cols, col,
                                          row_cols),
                addends);
 #pragma unroll
@@ -399,38 +400,6 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
         }
       }
     }
-  }
-}
-
-// Column sums of [parts, grads, stride] into the parameters' type. block: (32 columns, kSumRows).
-constexpr int kSumRows = 16;
-template <typename W, typename A>
-__global__ void __launch_bounds__(kWarpSize* kSumRows)
-    sum_partials_kernel(const A* partials, int parts, int grads, std::int64_t stride,
-                        std::int64_t cols, W* grad_weight, W* grad_bias) {
-  W* const target = blockIdx.y == 0 ? grad_weight : grad_bias;
-  if (target == nullptr) {
-    return;
-  }
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
-  __shared__ A sums[kSumRows][kWarpSize];
-  const std::int64_t col = static_cast<std::int64_t>(blockIdx.x) * kWarpSize + threadIdx.x;
-  A sum = 0;
-  if (col < cols) {
-#pragma unroll 8
-    for (int part = threadIdx.y; part < parts; part += kSumRows) {
-      sum += partials[(static_cast<std::int64_t>(part) * grads + blockIdx.y) * stride + col];
-    }
-  }
-  sums[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y == 0 && col < cols) {
-    for (int i = 1; i < kSumRows; ++i) {
-      sum += sums[i][threadIdx.x];
-    }
-    target[col] = static_cast<W>(sum);
   }
 }
 

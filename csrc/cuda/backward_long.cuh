@@ -34,11 +34,14 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   for (std::int64_t col = static_cast<std::int64_t>(threadIdx.x) * N; col < args.cols;
        col += kMaxRowThreads * N) {
     A x[N], dy[N], w[N];
-    unpack(Access::template load<N>(x_row, col, args.cols), x);
-    unpack(Access::template load<N>(dy_row, col, args.cols), dy);
-    Pack<W, N> weights = load_parameters<N>(weight, col, args.cols, 1);
-    ShiftedAccess::clip(weights, valid_elements(col, args.cols, N));
-    unpack(weights, w);
+    Pack<T, N> x_pack = Access::template load<N>(x_row, col, args.cols);
+    Pack<T, N> dy_pack = Access::template load<N>(dy_row, col, args.cols);
+    Pack<W, N> w_pack = load_parameters<N>(weight, col, args.cols, 1);
+    Access::clip(args.cols - col, x_pack, dy_pack);
+    Access::clip(args.cols - col, w_pack);
+    unpack(x_pack, x);
+    unpack(dy_pack, dy);
+    unpack(w_pack, w);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       sums.add(dy[j] * w[j], Norm::normalized(x[j], normalizer));

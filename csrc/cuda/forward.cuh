@@ -1,8 +1,7 @@
 // The forward kernels. A row is read once and kept in registers, packed as it came; its moments are
 // taken in two passes over the registers; then it is normalised, scaled and stored.
-// norm_forward_kernel holds a row in the registers of one CTA, or of a cluster;
-// norm_forward_streamed_kernel takes rows of any length and reads them twice. Included by the
-// launch_*.cu files only; torch-free.
+// norm_forward_kernel holds a row in the registers of one CTA, or of a cluster. Shorter rows are in
+// forward_flat.cuh, longer ones in forward_long.cuh. Included by launch_*.cu only; torch-free.
 #pragma once
 
 #include <type_traits>
@@ -18,10 +17,12 @@ namespace fused_op::cuda {
 // Moments of what kLanes neighbouring lanes hold, valid in every lane: `count` elements, of which
 // `left` columns begin at this lane's first one (its vectors are kLanes apart). Elements past the
 // row's end are zero on entry and stay out of the deviations. `refined` takes a pass more for the
-// mean.
-template <typename Norm, typename Access, int kLanes, int kVectors, int N, typename T, typename A>
+// mean. spread(total) adds up what other warps hold of a group.
+template <typename Norm, typename Access, int kLanes, int kVectors, int N, typename T, typename A,
+          typename Spread>
 __device__ __forceinline__ Moments<A> group_moments(const Pack<T, N> (&row)[kVectors], int left,
-                                                    A count, A scale, bool refined) {
+                                                    A count, A scale, bool refined,
+                                                    Spread&& spread) {
   Moments<A> moments{};
   // Σ of term(x - mean). Short chains of sums, one a vector: a long one lets the scheduler unpack
   // the whole row ahead of it, which takes twice the registers.
@@ -46,7 +47,7 @@ __device__ __forceinline__ Moments<A> group_moments(const Pack<T, N> (&row)[kVec
       }
       total += valid > 0 ? part : A(0);
     }
-    return lane_sum<kLanes>(total);
+    return lane_sum<kLanes>(spread(total));
   };
   const auto itself = [](A deviation, A part) { return part + deviation; };
   const auto square = [](A deviation, A part) { return multiply_add(deviation, deviation, part); };
@@ -64,16 +65,39 @@ __device__ __forceinline__ Moments<A> group_moments(const Pack<T, N> (&row)[kVec
   return moments;
 }
 
+template <typename Norm, typename Access, int kLanes, int kVectors, int N, typename T, typename A>
+__device__ __forceinline__ Moments<A> group_moments(const Pack<T, N> (&row)[kVectors], int left,
+                                                    A count, A scale, bool refined) {
+  return group_moments<Norm, Access, kLanes>(row, left, count, scale, refined,
+                                             [](A total) { return total; });
+}
+
+// Weight and bias of one vector.
+template <typename W, typename Norm, int N>
+struct Affine {
+  Affine() = default;
+  Pack<W, N> weight;
+  Pack<W, N> bias;
+
+  template <typename Col>
+  __device__ __forceinline__ Affine(const NormForwardArgs& args, Col col, Col width)
+      : weight(load_parameters<N>(static_cast<const W*>(args.weight), col, width, 1)) {
+    if constexpr (Norm::kCentered) {
+      bias = load_parameters<N>(static_cast<const W*>(args.bias), col, width, 0);
+    }
+  }
+};
+
 // The output of one vector.
-template <typename W, typename Norm, int N, typename T, typename A, typename Col>
-__device__ __forceinline__ Pack<T, N> output_of(const NormForwardArgs& args, const Pack<T, N>& pack,
-                                                Col col, Col width,
+template <typename W, typename Norm, int N, typename T, typename A>
+__device__ __forceinline__ Pack<T, N> output_of(const Affine<W, Norm, N>& affine,
+                                                const Pack<T, N>& pack,
                                                 const Normalizer<A>& normalizer) {
   A x[N], w[N], b[N];
   unpack(pack, x);
-  unpack(load_parameters<N>(static_cast<const W*>(args.weight), col, width, 1), w);
+  unpack(affine.weight, w);
   if constexpr (Norm::kCentered) {
-    unpack(load_parameters<N>(static_cast<const W*>(args.bias), col, width, 0), b);
+    unpack(affine.bias, b);
   }
 #pragma unroll
   for (int j = 0; j < N; ++j) {
@@ -83,6 +107,35 @@ __device__ __forceinline__ Pack<T, N> output_of(const NormForwardArgs& args, con
   return pack_from<T, N>(x);
 }
 
+// Writes the output of a thread's vectors. Weight and bias are loaded kAhead vectors ahead, so that
+// their latency is met once or twice a row; whole packs are stored one by one, since loads that
+// come after a store stay behind it, and registers suffice. H200, bf16, with a load at each use,
+// and with kAhead of 1 and 2, share of the copy limit: 0.957 0.974 0.980 at 131072x1024, 0.890
+// 0.941 0.936 at 8192x16384; 1x1024 2.61, 2.42, 2.16 us. Two are too many where rows are streamed:
+// 0.81 0.81 0.63 at 4096x32768.
+template <int kLanes, typename Access, int kAhead, typename W, typename Norm, int N, typename T,
+          int kVectors, typename A, typename Col>
+__device__ __forceinline__ void write_row(const NormForwardArgs& args,
+                                          Affine<W, Norm, N> (&affine)[kAhead], T* output, Col col,
+                                          Col live_width, Pack<T, N> (&packs)[kVectors],
+                                          const Normalizer<A>& normalizer) {
+  const Col width = static_cast<Col>(args.cols);
+  const auto col_of = [&](int i) { return col + i * kLanes * N; };
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    packs[i] = output_of(affine[i % kAhead], packs[i], normalizer);
+    if constexpr (Access::kWholePacks) {
+      Access::store(output, col_of(i), live_width, packs[i]);
+    }
+    if (i + kAhead < kVectors) {
+      affine[i % kAhead] = {args, col_of(i + kAhead), width};
+    }
+  }
+  if constexpr (!Access::kWholePacks) {
+    Access::template store_row<kLanes>(output, col, live_width, packs);
+  }
+}
+
 template <typename Tile, typename A>
 using ForwardExchange =
     std::conditional_t<Tile::kCluster, ClusterExchange<kMaxParts, A>, CtaExchange<kMaxCtaParts, A>>;
@@ -90,10 +143,10 @@ using ForwardExchange =
 // Where a thread of norm_forward_kernel stands.
 struct RowPlace {
   std::int64_t row;
-  bool live;  // threads past the last row shuffle along and store nothing
+  int live_width;  // 0 in threads past the last row: they shuffle along and store nothing
   int lane;
-  int warp;
-  int warps;
+  int part;  // of the `parts` that the row's moments are merged of
+  int parts;
   int first_col;
 };
 
@@ -103,7 +156,7 @@ struct RowPlace {
 template <typename W, typename Norm, typename Source, typename Access, typename Tile, typename A>
 __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const RowPlace& place,
                                               Moments<A> moments,
-                                              const ForwardExchange<Tile, A>& exchange) {
+                                              ForwardExchange<Tile, A> exchange) {
   using T = typename Source::Element;
   constexpr int N = kVector<T>;
   constexpr int kLanes = Tile::kLanes;
@@ -114,25 +167,29 @@ __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const
   const auto col_of = [&](int i) { return place.first_col + i * kLanes * N; };
   const bool trust = trusted(moments, cols);
   A scale = 1;
+  __syncwarp();  // the row may be the sum, which the lanes have written for each other
 #pragma unroll 1
   for (int attempt = 0; attempt < 2; ++attempt) {
     const A next_scale = attempt == 0 ? A(1) : Limits<A>::kScale;
     WarpMoments<A> mine{};
 #pragma unroll 1
     for (int i = 0; i < Tile::kVectors; ++i) {
-      const Pack<T, N> pack[1] = {Access::template load<N>(row, col_of(i), width)};
+      Pack<T, N> pack[1] = {Access::template load<N>(row, col_of(i), width)};
+      Access::clip(width - col_of(i), pack[0]);
       const int in_row = min(max(width - (col_of(i) - place.lane * N), 0), kLanes * N);
       const A count = static_cast<A>(in_row);
       mine = append(mine, {count, group_moments<Norm, Access, kLanes>(pack, width - col_of(i),
                                                                       count, next_scale, true)});
     }
     Moments<A> refined = mine.moments;
-    if (place.warps > 1) {
+    if (place.parts > 1) {
       exchange.barrier();  // read by all before it is written again
-      exchange.put(place.warp, mine);
+      if (place.live_width > 0) {
+        exchange.put(place.part, mine);
+      }
       exchange.barrier();
       refined = merge_parts<Norm::kCentered, ForwardExchange<Tile, A>::kMaxParts>(
-          exchange.parts, place.warps, cols, inverse_cols);
+          exchange.parts, place.parts, cols, inverse_cols);
     }
     if (!trust && (attempt == 0 || overflowed(moments))) {
       moments = refined;
@@ -141,15 +198,16 @@ __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const
   }
   const Normalizer<A> normalizer =
       Norm::normalizer(moments, scale, inverse_cols, static_cast<A>(args.eps));
-  if (args.stats != nullptr && place.live && place.lane == 0 && place.warp == 0) {
+  if (args.stats != nullptr && place.live_width > 0 && place.lane == 0 && place.part == 0) {
     Norm::save(normalizer, moments, static_cast<A*>(args.stats), place.row, args.rows);
   }
   T* const output = static_cast<T*>(args.output) + place.row * args.cols;
 #pragma unroll 1
   for (int i = 0; i < Tile::kVectors; ++i) {
     const Pack<T, N> pack = Access::template load<N>(row, col_of(i), width);
-    const Pack<T, N> result[1] = {output_of<W, Norm>(args, pack, col_of(i), width, normalizer)};
-    Access::template store_row<kLanes>(output, col_of(i), place.live ? width : 0, result);
+    const Affine<W, Norm, N> affine(args, col_of(i), width);
+    const Pack<T, N> result[1] = {output_of(affine, pack, normalizer)};
+    Access::template store_row<kLanes>(output, col_of(i), place.live_width, result);
   }
 }
 
@@ -166,16 +224,18 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   constexpr int kVectors = Tile::kVectors;
 
   constexpr int kWarpCols = kVectors * kLanes * N;
+  constexpr int kPartCols = kWarpCols * Tile::kSpread;
   const int width = static_cast<int>(args.cols);  // a row that fits into registers is short
-  const bool one_warp = !Tile::kCluster && (Tile::kOneWarp || width <= kWarpCols);
+  const bool one_warp =
+      !Tile::kCluster && Tile::kSpread == 1 && (Tile::kOneWarp || width <= kWarpCols);
   const int lane = threadIdx.x % kLanes;
-  int warps = 1;
+  int parts_of_row = 1;
   int warp = 0;
   std::int64_t my_row = blockIdx.x;
   if (one_warp) {
     my_row = static_cast<std::int64_t>(blockIdx.x) * (blockDim.x / kLanes) + threadIdx.x / kLanes;
   } else {
-    warps = (width + kWarpCols - 1) / kWarpCols;
+    parts_of_row = (width + kPartCols - 1) / kPartCols;
     warp = threadIdx.x / kWarpSize;
   }
 #if __CUDA_ARCH__ >= 900
@@ -189,8 +249,12 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   __shared__ WarpMoments<A> parts[Exchange::kMaxParts];
   const Exchange exchange{parts};
   exchange.begin();
-  const bool live = my_row < args.rows;  // the others shuffle along and store nothing
-  const std::int64_t row = live ? my_row : args.rows - 1;
+  // Threads past the last row: whole warps end, some lanes of one shuffle along and store nothing.
+  if (!Tile::kOneWarp && my_row >= args.rows) {
+    return;
+  }
+  const int live_width = my_row < args.rows ? width : 0;
+  const std::int64_t row = my_row < args.rows ? my_row : args.rows - 1;
 
   const Source source(args, row);
   const int first_col = (warp * kVectors * kLanes + lane) * N;
@@ -201,123 +265,71 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   for (int i = 0; i < kVectors; ++i) {
     fetched[i] = source.template fetch<Access, N>(col_of(i), width);
   }
-  source.template finish<Access, kLanes>(fetched, packs, first_col, live ? width : 0);
+  source.template finish<Access, kLanes>(fetched, packs, first_col, live_width);
 
+  constexpr int kAhead = kVectors < 4 ? 1 : 2;
+  Affine<W, Norm, N> affine[kAhead];
+  const auto load_affine = [&] {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      affine[i] = {args, col_of(i), width};
+    }
+  };
+  if constexpr (Tile::kSpread > 1) {
+    load_affine();  // few rows: there are registers to spare, but latency counts
+  }
   const A cols = static_cast<A>(width);
   const A inverse_cols = reciprocal(cols);
   // A cluster's last warps may have nothing.
-  const A count = static_cast<A>(max(min(width - warp * kWarpCols, kWarpCols), 0));
+  const int part = warp / Tile::kSpread;
+  const bool leads = warp % Tile::kSpread == 0;
+  const A count = static_cast<A>(max(min(width - part * kPartCols, kPartCols), 0));
+  __shared__ A totals[2][Tile::kSpread > 1 ? kMaxSpreadThreads : 1];
+  int buffer = 0;
+  const auto spread = [&](A total) {
+    if constexpr (Tile::kSpread > 1) {  // two buffers in turn: one barrier a sum is enough
+      A* const mine = totals[buffer];
+      buffer ^= 1;
+      mine[threadIdx.x] = total;
+      row_barrier(part, Tile::kSpread * kLanes);
+      total = 0;
+#pragma unroll
+      for (int i = 0; i < Tile::kSpread; ++i) {
+        total += mine[(part * Tile::kSpread + i) * kLanes + lane];
+      }
+    }
+    return total;
+  };
   Moments<A> moments =
-      group_moments<Norm, Access, kLanes>(packs, width - first_col, count, A(1), false);
+      group_moments<Norm, Access, kLanes>(packs, width - first_col, count, A(1), false, spread);
   exchange.ready();
-  if (warps > 1) {
-    if (warp < warps) {
-      exchange.put(warp, {count, moments});
+  if (parts_of_row > 1) {
+    if (part < parts_of_row && leads) {
+      exchange.put(part, {count, moments});
     }
     exchange.barrier();
-    moments = merge_parts<Norm::kCentered, Exchange::kMaxParts>(parts, warps, cols, inverse_cols);
+    moments =
+        merge_parts<Norm::kCentered, Exchange::kMaxParts>(parts, parts_of_row, cols, inverse_cols);
   }
   // The same decision in every thread of a row; rows that share a warp go together.
   if (!__all_sync(kAllLanes, trusted(moments, cols))) {
-    const RowPlace place{row, live, lane, warp, warps, first_col};
-    finish_untrusted<W, Norm, Source, Access, Tile>(args, place, moments, exchange);
+    // Spread warps but the leading one do the work along with it, and store nothing.
+    using Whole = std::conditional_t<(Tile::kSpread > 1), RowTile<kLanes, Tile::kSpread>, Tile>;
+    const int part_col = first_col - warp % Tile::kSpread * kWarpCols;
+    const RowPlace place{row, leads ? live_width : 0, lane, part, parts_of_row, part_col};
+    finish_untrusted<W, Norm, Source, Access, Whole>(args, place, moments, exchange);
     return;
   }
   const Normalizer<A> normalizer =
       Norm::normalizer(moments, A(1), inverse_cols, static_cast<A>(args.eps));
-  if (args.stats != nullptr && live && lane == 0 && warp == 0) {
+  if (args.stats != nullptr && live_width > 0 && lane == 0 && warp == 0) {
     Norm::save(normalizer, moments, static_cast<A*>(args.stats), row, args.rows);
   }
+  if constexpr (Tile::kSpread == 1) {
+    load_affine();
+  }
   T* output = static_cast<T*>(args.output) + row * args.cols;
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    packs[i] = output_of<W, Norm>(args, packs[i], col_of(i), width, normalizer);
-  }
-  Access::template store_row<kLanes>(output, first_col, live ? width : 0, packs);
-}
-
-// Rows longer than the registers of a CTA: one CTA a row, read a second time for the output. Its
-// parts are those of ClusterTile, merged in the same order: both give the same bits.
-template <typename W, typename Norm, typename Source, typename Access>
-__global__ void __launch_bounds__(kMaxRowThreads, 1)
-    norm_forward_streamed_kernel(const __grid_constant__ NormForwardArgs args) {
-  using T = typename Source::Element;
-  using A = Accumulator<T>;
-  constexpr int N = kVector<T>;
-  constexpr int kVectors = ClusterTile::kVectors;
-  constexpr int kPartCols = kVectors * kWarpSize * N;
-
-  const int lane = threadIdx.x % kWarpSize;
-  const int warp = threadIdx.x / kWarpSize;
-  const std::int64_t row = blockIdx.x;
-  const Source source(args, row);
-  const A cols = static_cast<A>(args.cols);
-  const A inverse_cols = reciprocal(cols);
-  const std::int64_t row_parts = (args.cols + kPartCols - 1) / kPartCols;
-
-  __shared__ WarpMoments<A> parts[kMaxParts];
-  const CtaExchange<kMaxParts, A> exchange{parts};
-  const auto row_moments = [&](A scale, bool refined) {
-    exchange.barrier();  // read by all before it is written again
-    for (std::int64_t part = warp; part < row_parts; part += kMaxCtaParts) {
-      const std::int64_t begin = part * kPartCols;
-      Pack<T, N> packs[kVectors];
-      typename Source::template Fetched<N> fetched[kVectors];
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        fetched[i] =
-            source.template fetch<Access, N>(begin + (i * kWarpSize + lane) * N, args.cols);
-      }
-      source.template finish<Access, kWarpSize>(fetched, packs, begin + lane * N, args.cols);
-      const int in_row = valid_elements(begin, args.cols, kPartCols);
-      const A count = static_cast<A>(in_row);
-      WarpMoments<A> mine{count, group_moments<Norm, Access, kWarpSize>(packs, in_row - lane * N,
-                                                                        count, scale, refined)};
-      const int slot = static_cast<int>(part % kMaxParts);
-      if (part >= kMaxParts) {  // this warp filled the slot before
-        __syncwarp();
-        mine = append(parts[slot], mine);
-      }
-      __syncwarp();
-      exchange.put(slot, mine);
-    }
-    exchange.barrier();
-    return merge_parts<Norm::kCentered, kMaxParts>(
-        parts, static_cast<int>(row_parts < kMaxParts ? row_parts : kMaxParts), cols, inverse_cols);
-  };
-  // Attempts: as it is, refined, refined and scaled; one copy of the code.
-  A scale = 1;
-  Moments<A> moments = row_moments(scale, false);
-#pragma unroll 1
-  for (int attempt = 1; attempt < 3; ++attempt) {
-    if (attempt == 1 ? trusted(moments, cols) : !overflowed(moments)) {
-      break;
-    }
-    scale = attempt == 1 ? A(1) : Limits<A>::kScale;
-    moments = row_moments(scale, true);
-  }
-  const Normalizer<A> normalizer =
-      Norm::normalizer(moments, scale, inverse_cols, static_cast<A>(args.eps));
-  if (args.stats != nullptr && threadIdx.x == 0) {
-    Norm::save(normalizer, moments, static_cast<A*>(args.stats), row, args.rows);
-  }
-
-  const T* values = source.row();
-  T* output = static_cast<T*>(args.output) + row * args.cols;
-  for (std::int64_t part = warp; part < row_parts; part += kMaxCtaParts) {
-    const std::int64_t begin = part * kPartCols;
-    Pack<T, N> results[kVectors];
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      results[i] = Access::template load<N>(values, begin + (i * kWarpSize + lane) * N, args.cols);
-    }
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      results[i] = output_of<W, Norm>(args, results[i], begin + (i * kWarpSize + lane) * N,
-                                      args.cols, normalizer);
-    }
-    Access::template store_row<kWarpSize>(output, begin + lane * N, args.cols, results);
-  }
+  write_row<kLanes, Access>(args, affine, output, first_col, live_width, packs, normalizer);
 }
 
 }  // namespace fused_op::cuda

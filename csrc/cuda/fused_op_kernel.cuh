@@ -3,9 +3,12 @@
 //   row_access.cuh     how packs of a row are read and written
 //   row_tile.h         how a row is laid over threads, and which row length gets which layout
 //   row_sum.cuh        sums over the threads of a row
-//   forward.cuh        norm_forward_kernel; norm_forward_streamed_kernel for rows of any length
-//   backward.cuh       norm_backward_kernel, sum_partials_kernel
+//   forward.cuh        norm_forward_kernel
+//   forward_flat.cuh   rows shorter than a vector
+//   forward_long.cuh   rows of any length
+//   backward.cuh       norm_backward_kernel
 //   backward_long.cuh  two kernels for the longest rows
+//   sum_partials.cuh   the last step of the parameter gradients
 //   launch.cuh         the launchers of one dtype pair, instantiated by launch_*.cu
 //
 // The formulas are in core/norm_math.h, what a row is made of in core/row_source.h. All torch-free.
@@ -14,3 +17,6 @@
 #include "cuda/backward.cuh"
 #include "cuda/backward_long.cuh"
 #include "cuda/forward.cuh"
+#include "cuda/forward_flat.cuh"
+#include "cuda/forward_long.cuh"
+#include "cuda/sum_partials.cuh"

@@ -87,10 +87,46 @@ void launch_clusters(Kernel* kernel, AttributeOnce& large, const NormForwardArgs
   cudaLaunchKernelEx(&config, kernel, args);
 }
 
+// Whether the warps of a row take one vector a lane, not four: where rows are so few that all of
+// these are on the GPU at once. H200, bf16, us, with four and with one: 1.97 1.37 at 1x1024, 2.40
+// 1.95 at 64x1024, 2.76 2.41 at 512x1024, 3.17 3.88 at 1024x1024; 2.27 2.02 at 1x4096, 3.58 3.53
+// at 256x4096; 2.66 2.83 at 1x8192.
+inline bool in_spread(const NormForwardArgs& args, std::int64_t vectors) {
+  const std::int64_t row_threads = row_warps<RowTile<32, 4>>(vectors) * 4 * kWarpSize;
+  return vectors > 64 && row_threads <= kMaxSpreadThreads &&
+         args.rows * row_threads <= std::int64_t{device_info().multiprocessors} * 512;
+}
+
+// Whether a CTA takes its rows as one span.
+template <typename T>
+bool is_flat(const NormForwardArgs& args) {
+  return args.residual.data == nullptr && args.cols < kVector<T> &&
+         args.input.stride == args.cols && vector_aligned(args.input.data);
+}
+
+template <typename T, typename Function>
+auto with_flat_cols(std::int64_t cols, Function&& function) {
+  if constexpr (kVector<T> > 4) {
+    if (cols > 4) return function.template operator()<8>();
+  }
+  if constexpr (kVector<T> > 2) {
+    if (cols > 2) return function.template operator()<4>();
+  }
+  return function.template operator()<2>();
+}
+
 template <typename T, typename W>
 cudaError_t launch_forward(const NormForwardArgs& args, cudaStream_t stream) {
   const std::int64_t vectors = ceil_div(args.cols, kVector<T>);
   with_norm(args.kind, [&]<typename Norm>() {
+    if (is_flat<T>(args)) {
+      with_flat_cols<T>(args.cols, [&]<int kMaxCols>() {
+        norm_forward_flat_kernel<W, Norm, T, kMaxCols>
+            <<<static_cast<unsigned>(ceil_div(args.rows, kFlatRows)), kFlatThreads, 0, stream>>>(
+                args);
+      });
+      return;
+    }
     with_source<T>(args.residual, [&]<typename Source>() {
       with_access<T>(
           args.cols, {args.input, args.residual, dense(args.output), dense(args.sum)},
@@ -105,6 +141,13 @@ cudaError_t launch_forward(const NormForwardArgs& args, cudaStream_t stream) {
                 norm_forward_streamed_kernel<W, Norm, Source, Access>
                     <<<static_cast<unsigned>(args.rows), kMaxRowThreads, 0, stream>>>(args);
               }
+              return;
+            }
+            if (in_spread(args, vectors)) {
+              const auto parts = static_cast<unsigned>(row_warps<RowTile<32, 4>>(vectors));
+              norm_forward_kernel<W, Norm, Source, Access, SpreadTile>
+                  <<<static_cast<unsigned>(args.rows), parts * SpreadTile::kSpread * kWarpSize, 0,
+                     stream>>>(args);
               return;
             }
             with_forward_tile(vectors, [&]<typename Tile>() {
@@ -126,7 +169,8 @@ inline int most_dynamic_shared(const DeviceInfo& device) { return device.shared_
 // How a backward call is cut up; a function of its args and the device.
 struct BackwardPlan {
   bool at_once;              // norm_backward_kernel; else row sums, then columns
-  int threads;               // of a CTA of norm_backward_kernel
+  int row_threads;           // of one row in norm_backward_kernel
+  int threads;               // of a CTA of it
   std::size_t shared_bytes;  // of it
   std::int64_t parts;        // rows of partial sums
   std::size_t row_sums_bytes;
@@ -142,6 +186,7 @@ BackwardPlan plan_backward(const NormBackwardArgs& args) {
   const std::int64_t vectors = ceil_div(args.cols, kVector<T>);
   BackwardPlan plan{};
   const int row_threads = Tile::kLanes * row_warps<Tile>(vectors);
+  plan.row_threads = row_threads;
   constexpr int kGroupBytes = Layout::kGroupBlocks * kVectorBytes;
   const auto threads_with = [&](int group_blocks) {
     const int groups = most_dynamic_shared(device) / (group_blocks * kVectorBytes);
@@ -208,8 +253,8 @@ template <typename T, typename W, typename A>
 cudaError_t launch_sum_partials(const NormBackwardArgs& args, const A* partials, std::int64_t parts,
                                 int grads, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(ceil_div(args.cols, kWarpSize)), grads);
-  config.blockDim = dim3(kWarpSize, kSumRows);
+  config.gridDim = dim3(static_cast<unsigned>(ceil_div(args.cols, kSumCols<A>)), grads);
+  config.blockDim = dim3(kSumLanes, kSumRows);
   config.stream = stream;
   // Its CTAs are placed while the last rows still run, and wait there for them.
   cudaLaunchAttribute overlap{};
@@ -238,8 +283,17 @@ cudaError_t launch_backward(const NormBackwardArgs& args, cudaStream_t stream) {
           static AttributeOnce most_shared;
           most_shared.set(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                           most_dynamic_shared(device_info()), device_info());
-          kernel<<<static_cast<unsigned>(plan.parts), plan.threads, plan.shared_bytes, stream>>>(
-              args, partials);
+          const dim3 block(plan.row_threads, plan.threads / plan.row_threads);
+          const std::int64_t step = plan.parts * block.y;
+          const auto bytes = [&](std::int64_t stride) {
+            return step * stride * static_cast<std::int64_t>(sizeof(T));
+          };
+          const RowSteps steps{
+              step,
+              {bytes(args.x.stride), bytes(args.grad_output.stride), bytes(args.grad_sum.stride)},
+              bytes(args.cols)};
+          kernel<<<static_cast<unsigned>(plan.parts), block, plan.shared_bytes, stream>>>(
+              args, steps, partials);
         } else {
           const auto slabs =
               static_cast<unsigned>(ceil_div(ceil_div(args.cols, kVector<T>), kColumnThreads));

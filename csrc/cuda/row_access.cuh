@@ -7,6 +7,28 @@
 
 namespace fused_op::cuda {
 
+// 16 bytes of shared memory.
+__device__ __forceinline__ void load_shared(std::uint32_t address, std::uint32_t* words) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
+// 16 bytes of global memory, where `wanted`; else `words` stay. In the order of the program: the
+// compiler moves no such load to where its result is used, so several are in flight at once.
+__device__ __forceinline__ void load_if(bool wanted, const void* address, std::uint32_t* words) {
+  asm volatile(
+      "{\n"
+      "  .reg .pred wanted;\n"
+      "  setp.ne.b32 wanted, %5, 0;\n"
+      "  @wanted ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+      : "l"(address), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+
 // Every row begins at a multiple of 16 bytes and is a whole number of packs long: a pack is wholly
 // inside or wholly outside, and moves in one instruction.
 struct VectorAccess {
@@ -16,11 +38,15 @@ struct VectorAccess {
   __device__ __forceinline__ static Pack<T, N> load(const T* row, Col col, Col width) {
     return col < width ? *reinterpret_cast<const Pack<T, N>*>(row + col) : Pack<T, N>{};
   }
-  // From the row's 16-byte blocks in shared memory.
+  // From the row's 16-byte blocks, at an address in shared memory.
   template <int N, typename T>
-  __device__ __forceinline__ static Pack<T, N> load_staged(const uint4* blocks, int, int) {
-    return *reinterpret_cast<const Pack<T, N>*>(blocks);
+  __device__ __forceinline__ static Pack<T, N> load_staged(std::uint32_t blocks, int) {
+    Pack<T, N> pack;
+    load_shared(blocks, pack.words);
+    return pack;
   }
+  template <typename Col, typename... Packs>
+  __device__ __forceinline__ static void clip(Col, Packs&...) {}  // they loaded as zero
   template <typename T, int N, typename Col>
   __device__ __forceinline__ static void store(T* row, Col col, Col width, const Pack<T, N>& pack) {
     if (col < width) {
@@ -49,85 +75,132 @@ struct ShiftedAccess {
     const int shift = static_cast<int>(begin % kVectorBytes);
     const auto* const blocks = reinterpret_cast<const uint4*>(begin - shift);
     const int valid = static_cast<int>(min(width - col, static_cast<Col>(N)));
-    std::uint32_t words[8];
-    const uint4 low = valid > 0 ? blocks[0] : uint4{};
-    const uint4 high = shift + valid * static_cast<int>(sizeof(T)) > kVectorBytes && valid > 0
-                           ? blocks[1]
-                           : uint4{};
-    memcpy(words, &low, sizeof(low));
-    memcpy(words + 4, &high, sizeof(high));
-    return shifted<N, T>(words, shift, valid);
+    const int end = shift + valid * static_cast<int>(sizeof(T));
+    std::uint32_t words[8] = {};
+    load_if(valid > 0, blocks, words);
+    load_if(valid > 0 && end > kVectorBytes, blocks + 1, words + 4);
+    return shifted<N, T>(words, shift);
   }
   template <int N, typename T>
-  __device__ __forceinline__ static Pack<T, N> load_staged(const uint4* blocks, int shift,
-                                                           int valid) {
+  __device__ __forceinline__ static Pack<T, N> load_staged(std::uint32_t blocks, int shift) {
     std::uint32_t words[8];
-    memcpy(words, blocks, 2 * sizeof(uint4));
-    return shifted<N, T>(words, shift, valid);
+    load_shared(blocks, words);
+    load_shared(blocks + kVectorBytes, words + 4);
+    return shifted<N, T>(words, shift);
   }
 
   // All 32 lanes call. A lane writes the aligned blocks in which its packs begin; the first
-  // elements of such a block are the last ones of the pack before it.
+  // elements of such a block are the last ones of the pack before it. The first and the last block
+  // of these packs together have others' elements too, and are written in part.
   template <int kLanes, typename T, int N, int kVectors, typename Col>
   __device__ __forceinline__ static void store_row(T* row, Col col, Col width,
                                                    const Pack<T, N> (&packs)[kVectors]) {
-    constexpr int kItem = sizeof(T);
     const int lane = static_cast<int>(threadIdx.x) % kLanes;
     const auto begin = reinterpret_cast<std::uintptr_t>(row + col);
     const int shift = static_cast<int>(begin % kVectorBytes);
-    std::uint32_t carried[4] = {};  // in lane 0: the last lane's pack of the vector before
+    std::uintptr_t place = begin - shift;
+    std::uint32_t words[8] = {};  // in lane 0, the first four: the last lane's pack before this one
+    int end = 0;                  // where the row ends, from the block's beginning
+    Pack<T, N> first;
+    int first_end = 0;
 #pragma unroll
-    for (int i = 0; i <= kVectors; ++i) {  // the last turn is for what the last pack leaves over
-      std::uint32_t words[8] = {};
+    for (int i = 0; i < kVectors; ++i) {
+      std::uint32_t before[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        words[k] = carried[k];
-        if (i < kVectors) {
-          carried[k] =
-              __shfl_sync(0xffffffffu, packs[i].words[k], (lane + kLanes - 1) % kLanes, kLanes);
-          words[k] = lane == 0 ? words[k] : carried[k];
-          words[4 + k] = packs[i].words[k];
-        }
+        before[k] =
+            __shfl_sync(0xffffffffu, packs[i].words[k], (lane + kLanes - 1) % kLanes, kLanes);
+        words[k] = lane == 0 ? words[k] : before[k];
+        words[4 + k] = packs[i].words[k];
       }
       const Pack<T, N> block = shifted_back<N, T>(words, shift);
-      // Bytes of the block that belong to this row and to these packs.
       const Col left = width - (col + i * kLanes * N);
-      const int end = shift + static_cast<int>(max(min(left, Col{N}), -Col{N})) * kItem;
-      const int first = i == 0 && lane == 0 ? shift : 0;
-      const int last = i < kVectors ? min(end, kVectorBytes) : lane == 0 ? min(end, shift) : 0;
-      T* const target = reinterpret_cast<T*>(begin - shift) + i * kLanes * N;
-      if (last - first == kVectorBytes) {
-        *reinterpret_cast<Pack<T, N>*>(target) = block;
-      } else if (first < last) {
-        T values[N];
-        memcpy(values, block.words, sizeof(block.words));
+      end = shift + static_cast<int>(max(min(left, Col{N}), -Col{N})) * int{sizeof(T)};
+      if (i == 0) {
+        first = block;
+        first_end = end;
+      }
+      if (i == 0 && lane == 0 && shift != 0) {
+        // below
+      } else if (end >= kVectorBytes) {
+        store_block(place, block.words);
+      } else {
+        store_part(place, block, 0, end);
+      }
+      place += kLanes * kVectorBytes;
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
-          if (j * kItem >= first && j * kItem < last) {
-            target[j] = values[j];
-          }
+      for (int k = 0; k < 4; ++k) {
+        words[k] = before[k];
+      }
+    }
+    if (shift != 0) {
+      const Pack<T, N>& pack = packs[kVectors - 1];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        words[k] = pack.words[k];
+        words[4 + k] = 0;
+      }
+      const Pack<T, N> last = shifted_back<N, T>(words, shift);
+      const int last_end = end - kVectorBytes;
+      place -= (kLanes - 1) * kVectorBytes;
+      if constexpr (kLanes == 1) {
+        store_part(begin - shift, first, shift, first_end);
+        store_part(place, last, 0, last_end);
+      } else if (lane == 0 || lane == kLanes - 1) {
+        Pack<T, N> edge;  // one of them: both take the same instructions
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          edge.words[k] = lane == 0 ? first.words[k] : last.words[k];
         }
+        store_part(lane == 0 ? begin - shift : place, edge, lane == 0 ? shift : 0,
+                   lane == 0 ? first_end : last_end);
       }
     }
   }
 
-  // Zeros from element `valid` on.
-  template <typename T, int N>
-  __device__ __forceinline__ static void clip(Pack<T, N>& pack, int valid) {
+  // Zeros from element `valid` on, in each of the packs.
+  template <typename Col, typename T, int N, typename... Packs>
+  __device__ __forceinline__ static void clip(Col valid, Pack<T, N>& pack, Packs&... packs) {
     if (valid < N) {
+      const int kept = static_cast<int>(max(valid, Col{0})) * 8 * static_cast<int>(sizeof(T));
 #pragma unroll
       for (int k = 0; k < static_cast<int>(sizeof(pack) / 4); ++k) {
-        const int bytes = valid * static_cast<int>(sizeof(T)) - 4 * k;
-        pack.words[k] &= bytes >= 4 ? ~0u : bytes == 2 ? 0xffffu : 0u;
+        const int dropped = 32 * (k + 1) - kept;  // bits
+        const std::uint32_t mask = __funnelshift_rc(~0u, 0u, max(dropped, 0));
+        pack.words[k] &= mask;
+        ((packs.words[k] &= mask), ...);
       }
     }
   }
 
  private:
-  // The pack that begins `shift` bytes into two blocks, zeros from element `valid` on.
+  __device__ __forceinline__ static void store_block(std::uintptr_t place,
+                                                     const std::uint32_t (&words)[4]) {
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(words[0]),
+                 "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+  }
+  // Bytes first to end of a block.
+  template <typename T, int N>
+  __device__ __forceinline__ static void store_part(std::uintptr_t place, const Pack<T, N>& block,
+                                                    int first, int end) {
+    if (first < end) {
+      T values[N];
+      memcpy(values, block.words, sizeof(block.words));
+      T* const target = static_cast<T*>(__cvta_global_to_generic(static_cast<std::size_t>(place)));
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const int at = j * int{sizeof(T)};
+        if (at >= first && at < end) {
+          target[j] = values[j];
+        }
+      }
+    }
+  }
+
+  // The pack that begins `shift` bytes into two blocks.
   template <int N, typename T>
-  __device__ __forceinline__ static Pack<T, N> shifted(std::uint32_t (&words)[8], int shift,
-                                                       int valid) {
+  __device__ __forceinline__ static Pack<T, N> shifted(std::uint32_t (&words)[8], int shift) {
 #pragma unroll
     for (int k = 0; k < 6; ++k) {
       words[k] = (shift & 8) != 0 ? words[k + 2] : words[k];
@@ -141,7 +214,6 @@ struct ShiftedAccess {
     for (int k = 0; k < 4; ++k) {
       pack.words[k] = sizeof(T) < 4 ? __funnelshift_r(words[k], words[k + 1], shift * 8) : words[k];
     }
-    clip(pack, valid);
     return pack;
   }
   // The block that ends `shift` bytes before two packs do.
@@ -177,23 +249,18 @@ template <int N, typename W, typename Col>
 __device__ __forceinline__ Pack<W, N> load_parameters(const W* parameters, Col col, Col width,
                                                       float absent) {
   constexpr int kBlock = kVectorBytes / sizeof(W);
-  Pack<W, N> pack{};
-  if (parameters != nullptr) {
-#pragma unroll
-    for (int part = 0; part < N / kBlock; ++part) {
-      if (col + part * kBlock < width) {
-        memcpy(pack.words + 4 * part,
-               __builtin_assume_aligned(parameters + col + part * kBlock, 16), kVectorBytes);
-      }
-    }
-    return pack;
-  }
   W values[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     values[j] = static_cast<W>(absent);
   }
-  return as_pack(values);
+  Pack<W, N> pack = as_pack(values);
+#pragma unroll
+  for (int part = 0; part < N / kBlock; ++part) {
+    load_if(parameters != nullptr && col + part * kBlock < width, parameters + col + part * kBlock,
+            pack.words + 4 * part);
+  }
+  return pack;
 }
 
 }  // namespace fused_op::cuda

@@ -18,12 +18,20 @@ struct RowTile {
   static constexpr int kVectors = kVectors_;
   static constexpr bool kOneWarp = kLanes < 32;  // several rows to a warp
   static constexpr bool kCluster = false;
+  static constexpr int kSpread = 1;  // warps that share what one would hold
 };
 
 // Forward, sm_90: the warps of a row are those of a cluster.
 struct ClusterTile : RowTile<32, 4> {
   static constexpr bool kCluster = true;
 };
+
+// Forward of few rows: RowTile<32, 4> with a warp for each of the four vectors. They exchange every
+// sum, and so give the same bits, sooner.
+struct SpreadTile : RowTile<32, 1> {
+  static constexpr int kSpread = 4;
+};
+constexpr int kMaxSpreadThreads = 512;
 
 // Warps that share a row of `vectors` 16-byte vectors.
 template <typename Tile>
@@ -44,21 +52,25 @@ constexpr int kMaxParts = kMaxCtaParts * kMaxCluster;
 constexpr std::int64_t kMaxClusterVectors = kMaxForwardVectors * kMaxCluster;
 template <typename W, typename Source, typename Access, typename Tile>
 struct ForwardBounds {
-  static constexpr int kThreads = Tile::kOneWarp ? 128 : kMaxRowThreads;
   static constexpr int kElement = sizeof(typename Source::Element);
   static constexpr bool kManyLoads = Source::kGradStreams == 3 || sizeof(W) > kElement;
-  static constexpr int kThreadsPerSm = !Access::kWholePacks || kElement == 8 ? 512
-                                       : kManyLoads                          ? 768
-                                                                             : 1024;
-  static constexpr int kCtasPerSm = kThreadsPerSm / kThreads;
+  static constexpr bool kShifted = !Access::kWholePacks;
+  // Threads of a multiprocessor that share its 65536 registers.
+  static constexpr int kThreadsPerSm = kElement == 8 || (kShifted && kManyLoads) ? 512
+                                       : kShifted || kManyLoads                  ? 768
+                                                                                 : 1024;
+  static constexpr int kThreads = Tile::kOneWarp      ? 128
+                                  : Tile::kSpread > 1 ? kMaxSpreadThreads
+                                                      : kThreadsPerSm;
+  static constexpr int kCtasPerSm = Tile::kOneWarp ? kThreadsPerSm / kThreads : 1;
 };
 
 template <typename Function>
 auto with_forward_tile(std::int64_t vectors, Function&& function) {
   if (vectors <= 1) return function.template operator()<RowTile<1, 1>>();
-  if (vectors <= 2) return function.template operator()<RowTile<1, 2>>();
-  if (vectors <= 4) return function.template operator()<RowTile<1, 4>>();
-  if (vectors <= 8) return function.template operator()<RowTile<2, 4>>();
+  if (vectors <= 2) return function.template operator()<RowTile<2, 1>>();
+  if (vectors <= 4) return function.template operator()<RowTile<2, 2>>();
+  if (vectors <= 8) return function.template operator()<RowTile<4, 2>>();
   if (vectors <= 16) return function.template operator()<RowTile<4, 4>>();
   if (vectors <= 32) return function.template operator()<RowTile<8, 4>>();
   if (vectors <= 64) return function.template operator()<RowTile<16, 4>>();

@@ -1,0 +1,71 @@
+// What norm_backward_kernel's CTAs leave of the parameter gradients, added up in a fixed order.
+// Included by launch_*.cu only; torch-free.
+#pragma once
+
+#include "core/pack.h"
+#include "cuda/row_access.cuh"
+
+namespace fused_op::cuda {
+
+// Column sums of [parts, grads, stride] into the parameters' type. block: (kSumLanes, kSumRows); a
+// thread adds up one vector of columns, of every kSumRows-th row.
+constexpr int kSumLanes = 8;
+constexpr int kSumRows = 16;
+template <typename A>
+constexpr int kSumCols = kSumLanes * kVector<A>;
+template <typename W, typename A>
+__global__ void __launch_bounds__(kSumLanes* kSumRows, 4)
+    sum_partials_kernel(const A* partials, int parts, int grads, std::int64_t stride,
+                        std::int64_t cols, W* grad_weight, W* grad_bias) {
+  constexpr int N = kVector<A>;
+  W* const target = blockIdx.y == 0 ? grad_weight : grad_bias;
+  if (target == nullptr) {
+    return;
+  }
+  __shared__ A sums[kSumRows][kSumCols<A>];
+  const std::int64_t first_col = static_cast<std::int64_t>(blockIdx.x) * kSumCols<A>;
+  const std::int64_t col = first_col + threadIdx.x * N;
+  const std::int64_t row = grads * stride;
+  const A* from = partials + threadIdx.y * row + blockIdx.y * stride + col;
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+  A sum[N] = {};
+  if (col < stride) {
+    constexpr int kAtOnce = 9;  // loads in flight: all of them, for 132 parts
+    for (int part = threadIdx.y; part < parts; part += kSumRows * kAtOnce) {
+      Pack<A, N> addends[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        addends[k] = {};
+        load_if(part + k * kSumRows < parts, from, addends[k].words);
+        from += kSumRows * row;
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        A values[N];
+        unpack(addends[k], values);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          sum[j] += values[j];
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    sums[threadIdx.y][threadIdx.x * N + j] = sum[j];
+  }
+  __syncthreads();
+  const int thread = threadIdx.y * kSumLanes + threadIdx.x;
+  if (thread < kSumCols<A> && first_col + thread < cols) {
+    A total = 0;
+#pragma unroll
+    for (int i = 0; i < kSumRows; ++i) {
+      total += sums[i][thread];
+    }
+    target[first_col + thread] = static_cast<W>(total);
+  }
+}
+
+}  // namespace fused_op::cuda

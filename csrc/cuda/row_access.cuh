@@ -15,8 +15,8 @@ __device__ __forceinline__ void load_shared(std::uint32_t address, std::uint32_t
                : "memory");
 }
 
-// 16 bytes of global memory, where `wanted`; else `words` stay. In the order of the program: the
-// compiler moves no such load to where its result is used, so several are in flight at once.
+// 16 bytes of global memory, where `wanted`; else `words` stay. One predicated instruction: of
+// loads in branches of their own, each would be waited for before the next is issued.
 __device__ __forceinline__ void load_if(bool wanted, const void* address, std::uint32_t* words) {
   asm volatile(
       "{\n"

@@ -29,6 +29,7 @@ def norm(
     bias: Tensor | None,
     normalized_ndim: int,
     eps: float,
+    zero_centered: bool,
     /,
 ) -> Tensor | tuple[Tensor, Tensor] | int: ...
 def norm_forward(
@@ -39,6 +40,7 @@ def norm_forward(
     bias: Tensor | None,
     normalized_ndim: int,
     eps: float,
+    zero_centered: bool,
     save_stats: bool,
     /,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
@@ -50,6 +52,7 @@ def norm_backward(
     weight: Tensor | None,
     stats: Tensor,
     normalized_ndim: int,
+    zero_centered: bool,
     param_dtype: torch.dtype,
     wanted: tuple[bool, bool, bool],
     /,

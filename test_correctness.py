@@ -73,7 +73,7 @@ def test_reference_is_pytorch(op, device) -> None:
             out = out[0] if op.adds else out
         else:
             x = leaves["input"] + (leaves["residual"] if op.adds else 0)
-            params = [leaves[name] for name in op.parameters]
+            params = [op.factor(leaves["weight"]), *([leaves["bias"]] if op.centred else [])]
             norm = F.layer_norm if op.centred else F.rms_norm
             out = norm(x, (129,), *params, eps=case.eps)
         outputs.append((out, *torch.autograd.grad(out, [*leaves.values()], case.grads[0])))

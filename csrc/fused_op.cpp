@@ -14,12 +14,13 @@
 TORCH_LIBRARY(fused_op, m) {
   m.def(
       "norm_forward(str norm, Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, "
-      "int normalized_ndim, float eps, bool save_stats) "
+      "int normalized_ndim, float eps, bool zero_centered, bool save_stats) "
       "-> (Tensor output, Tensor sum, Tensor stats)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "norm_backward(str norm, Tensor grad_output, Tensor? grad_sum, Tensor x, Tensor? weight, "
-      "Tensor stats, int normalized_ndim, ScalarType param_dtype, bool[3] wanted) "
+      "Tensor stats, int normalized_ndim, bool zero_centered, ScalarType param_dtype, "
+      "bool[3] wanted) "
       "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
       {at::Tag::pt2_compliant_tag});
 }

@@ -20,7 +20,8 @@ namespace fused_op {
 using OptionalTensor = std::optional<at::Tensor>;
 using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// output = norm(input [+ residual]) * weight + bias. Returns
+// output = norm(input [+ residual]) * weight + bias, with 1 + weight in the place of weight if
+// zero_centered. Returns
 //   output  like input, contiguous
 //   sum     input + residual, contiguous; undefined without a residual
 //   stats   [2, rows] mean and rstd ("rms_norm": [1, rows] rstd), f32 (f64 for f64);
@@ -31,7 +32,9 @@ ThreeTensors norm_forward(
     const OptionalTensor& residual,  // like input
     const OptionalTensor& weight,    // [normalized...], dtype of input, or f32 for f16 and bf16
     const OptionalTensor& bias,      // like weight; "rms_norm" has none
-    std::int64_t normalized_ndim, double eps, bool save_stats);
+    std::int64_t normalized_ndim, double eps,
+    bool zero_centered,  // without effect where weight is absent: its place is taken by 1
+    bool save_stats);
 
 // The gradients of norm_forward. Returns, each undefined unless `wanted`,
 //   grad_input   like x; it is the gradient of the residual too
@@ -45,6 +48,7 @@ ThreeTensors norm_backward(
     const OptionalTensor& weight,    // as in forward
     const at::Tensor& stats,         // as forward returned it
     std::int64_t normalized_ndim,    // at least 1
+    bool zero_centered,              // as in forward
     at::ScalarType param_dtype,      // of weight and bias
     std::array<bool, 3> wanted);     // grad_input, grad_weight, grad_bias
 

@@ -109,6 +109,24 @@ OptionalTensor readable_parameters(const OptionalTensor& tensor) {
   return readable_dense(*tensor, tensor->is_cuda() ? kVectorBytes : tensor->element_size());
 }
 
+// The parameters that kernels multiply by and add. Where 1 + weight is meant, it is made here, in
+// the dtype of the arithmetic, which keeps what 16 bits would lose of it; the bias follows its
+// dtype.
+struct Parameters {
+  Parameters(OptionalTensor given_weight, OptionalTensor given_bias, bool zero_centered,
+             at::ScalarType compute) {
+    if (zero_centered && given_weight) {
+      given_weight = given_weight->to(compute).add(1);
+      given_bias = given_bias ? OptionalTensor(given_bias->to(compute)) : std::nullopt;
+    }
+    weight = readable_parameters(given_weight);
+    bias = readable_parameters(given_bias);
+  }
+
+  OptionalTensor weight;
+  OptionalTensor bias;
+};
+
 ConstRows const_rows(const at::Tensor& readable, const Shape& shape) {
   return {readable.const_data_ptr(), *row_stride(readable, shape)};
 }
@@ -126,7 +144,7 @@ void* pointer(const at::Tensor& tensor) {
 ThreeTensors norm_forward(std::string_view norm, const at::Tensor& input,
                           const OptionalTensor& residual, const OptionalTensor& weight,
                           const OptionalTensor& bias, std::int64_t normalized_ndim, double eps,
-                          bool save_stats) {
+                          bool zero_centered, bool save_stats) {
   const NormKind kind = parse_norm(norm);
   const char* const op = op_name(norm, residual.has_value());
   check_eps(op, eps);
@@ -168,21 +186,21 @@ ThreeTensors norm_forward(std::string_view norm, const at::Tensor& input,
   // These own what the pointers point into until the kernel has been queued.
   const at::Tensor input_rows = readable_rows(input, shape);
   const at::Tensor residual_rows = residual ? readable_rows(*residual, shape) : at::Tensor();
-  const OptionalTensor dense_weight = readable_parameters(weight);
-  const OptionalTensor dense_bias = readable_parameters(bias);
+  const Parameters parameters(weight, bias, zero_centered, stats_dtype(dtype));
+  const OptionalTensor& any = parameters.weight ? parameters.weight : parameters.bias;
 
   NormForwardArgs args;
   args.kind = kind;
   args.dtype = to_dtype(dtype);
-  args.param_dtype = to_dtype(weight ? weight->scalar_type() : bias ? bias->scalar_type() : dtype);
+  args.param_dtype = to_dtype(any ? any->scalar_type() : dtype);
   args.rows = shape.rows;
   args.cols = shape.cols;
   args.input = const_rows(input_rows, shape);
   if (residual) {
     args.residual = const_rows(residual_rows, shape);
   }
-  args.weight = const_pointer(dense_weight);
-  args.bias = const_pointer(dense_bias);
+  args.weight = const_pointer(parameters.weight);
+  args.bias = const_pointer(parameters.bias);
   args.output = pointer(output);
   args.sum = pointer(sum);
   args.stats = pointer(stats);
@@ -194,8 +212,8 @@ ThreeTensors norm_forward(std::string_view norm, const at::Tensor& input,
 ThreeTensors norm_backward(std::string_view norm, const at::Tensor& grad_output,
                            const OptionalTensor& grad_sum, const at::Tensor& x,
                            const OptionalTensor& weight, const at::Tensor& stats,
-                           std::int64_t normalized_ndim, at::ScalarType param_dtype,
-                           std::array<bool, 3> wanted) {
+                           std::int64_t normalized_ndim, bool zero_centered,
+                           at::ScalarType param_dtype, std::array<bool, 3> wanted) {
   const NormKind kind = parse_norm(norm);
   const char* const op = "fused_op::norm_backward";
   check_kinds(op, x, std::nullopt, weight, std::nullopt);
@@ -216,35 +234,43 @@ ThreeTensors norm_backward(std::string_view norm, const at::Tensor& grad_output,
   check_param_dtype(op, weight, param_dtype, dtype);
   check_stats(op, stats, {stats_rows(kind), shape.rows}, stats_dtype(dtype), device);
 
+  // As Parameters has them; their gradients are rounded to the dtype that is asked for at the end.
+  const at::ScalarType kernel_dtype = zero_centered && weight ? stats_dtype(dtype) : param_dtype;
   at::Tensor grad_input, grad_weight, grad_bias;
   if (wanted[0]) {
     grad_input = backend::empty(x.sizes(), dtype, device);
   }
   if (wanted[1]) {
-    grad_weight = backend::empty(shape.normalized, param_dtype, device);
+    grad_weight = backend::empty(shape.normalized, kernel_dtype, device);
   }
   if (wanted[2]) {
-    grad_bias = backend::empty(shape.normalized, param_dtype, device);
+    grad_bias = backend::empty(shape.normalized, kernel_dtype, device);
   }
+  const auto results = [&]() -> ThreeTensors {
+    const auto rounded = [&](const at::Tensor& gradient) {
+      return gradient.defined() ? gradient.to(param_dtype) : gradient;
+    };
+    return {grad_input, rounded(grad_weight), rounded(grad_bias)};
+  };
   if (shape.empty()) {
     for (at::Tensor* const gradient : {&grad_weight, &grad_bias}) {
       if (gradient->defined()) {
         gradient->zero_();
       }
     }
-    return {grad_input, grad_weight, grad_bias};
+    return results();
   }
 
   const at::Tensor x_rows = readable_rows(x, shape);
   const at::Tensor grad_output_rows = readable_rows(grad_output, shape);
   const at::Tensor grad_sum_rows = grad_sum ? readable_rows(*grad_sum, shape) : at::Tensor();
-  const OptionalTensor dense_weight = readable_parameters(weight);
+  const Parameters parameters(weight, std::nullopt, zero_centered, stats_dtype(dtype));
   const at::Tensor dense_stats = readable_dense(stats, stats.element_size());
 
   NormBackwardArgs args;
   args.kind = kind;
   args.dtype = to_dtype(dtype);
-  args.param_dtype = to_dtype(param_dtype);
+  args.param_dtype = to_dtype(kernel_dtype);
   args.rows = shape.rows;
   args.cols = shape.cols;
   args.x = const_rows(x_rows, shape);
@@ -252,7 +278,7 @@ ThreeTensors norm_backward(std::string_view norm, const at::Tensor& grad_output,
   if (grad_sum) {
     args.grad_sum = const_rows(grad_sum_rows, shape);
   }
-  args.weight = const_pointer(dense_weight);
+  args.weight = const_pointer(parameters.weight);
   args.stats = dense_stats.const_data_ptr();
   args.grad_input = pointer(grad_input);
   args.grad_weight = pointer(grad_weight);
@@ -262,7 +288,7 @@ ThreeTensors norm_backward(std::string_view norm, const at::Tensor& grad_output,
       bytes > 0 ? backend::empty({bytes}, at::kByte, device) : at::Tensor();
   args.workspace = pointer(workspace);
   backend::norm_backward(args, device);
-  return {grad_input, grad_weight, grad_bias};
+  return results();
 }
 
 }  // namespace fused_op

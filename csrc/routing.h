@@ -101,20 +101,20 @@ auto call(Kernel* kernel, const char* op, const CallKeys& keys, const at::Tensor
 inline ThreeTensors route_norm_forward(std::string_view norm, const at::Tensor& input,
                                        const OptionalTensor& residual, const OptionalTensor& weight,
                                        const OptionalTensor& bias, std::int64_t normalized_ndim,
-                                       double eps, bool save_stats) {
+                                       double eps, bool zero_centered, bool save_stats) {
   const CallKeys keys({&input, address(residual), address(weight), address(bias)});
   return call(norm_forward, "fused_op::norm_forward", keys, input, norm, input, residual, weight,
-              bias, normalized_ndim, eps, save_stats);
+              bias, normalized_ndim, eps, zero_centered, save_stats);
 }
 
 inline ThreeTensors route_norm_backward(std::string_view norm, const at::Tensor& grad_output,
                                         const OptionalTensor& grad_sum, const at::Tensor& x,
                                         const OptionalTensor& weight, const at::Tensor& stats,
-                                        std::int64_t normalized_ndim, at::ScalarType param_dtype,
-                                        std::array<bool, 3> wanted) {
+                                        std::int64_t normalized_ndim, bool zero_centered,
+                                        at::ScalarType param_dtype, std::array<bool, 3> wanted) {
   const CallKeys keys({&grad_output, address(grad_sum), &x, address(weight), &stats});
   return call(norm_backward, "fused_op::norm_backward", keys, x, norm, grad_output, grad_sum, x,
-              weight, stats, normalized_ndim, param_dtype, wanted);
+              weight, stats, normalized_ndim, zero_centered, param_dtype, wanted);
 }
 
 inline const at::Tensor& as_tensor(const char* op, const char* name, py::handle object) {
@@ -132,7 +132,8 @@ inline OptionalTensor as_optional_tensor(const char* op, const char* name, py::h
 // because pybind11's own TypeError prints their values, which synchronises with the device.
 inline py::object route_norm(std::string_view norm, py::handle input_object,
                              py::handle residual_object, py::handle weight_object,
-                             py::handle bias_object, std::int64_t normalized_ndim, double eps) {
+                             py::handle bias_object, std::int64_t normalized_ndim, double eps,
+                             bool zero_centered) {
   const char* const op = op_name(norm, !residual_object.is_none());
   const at::Tensor& input = as_tensor(op, "input", input_object);
   const OptionalTensor residual = as_optional_tensor(op, "residual", residual_object);
@@ -143,8 +144,9 @@ inline py::object route_norm(std::string_view norm, py::handle input_object,
     return py::int_(int{kCast});
   }
   if (keys.is_plain() && !keys.needs_grad()) {
-    const auto [output, sum, stats] = call(norm_forward, "", keys, input, norm, input, residual,
-                                           weight, bias, normalized_ndim, eps, false);
+    const auto [output, sum, stats] =
+        call(norm_forward, "", keys, input, norm, input, residual, weight, bias, normalized_ndim,
+             eps, zero_centered, false);
     return residual ? py::object(py::make_tuple(output, sum)) : py::cast(output);
   }
   // Said here rather than by the kernel: what is not plain may never reach one.

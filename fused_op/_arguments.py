@@ -5,7 +5,7 @@ Tensors are checked in ``csrc/checks.h``, once for every caller.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,6 +27,13 @@ def as_float(eps: Any) -> float:
     if not is_number:
         raise TypeError(f"fused_op: argument 'eps' must be float, not {type(eps).__name__}")
     return float(eps)
+
+
+def refuse_as_bool(name: str, value: Any) -> NoReturn:
+    """For whatever is no bool, as PyTorch has it: neither 0 and 1 nor NumPy's are taken for one."""
+    kind = type(value)  # NumPy's is a bool by name, too
+    found = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    raise TypeError(f"fused_op: argument '{name}' must be bool, not {found}")
 
 
 def check_tensor(name: str, value: Any) -> None:

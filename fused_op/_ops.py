@@ -22,6 +22,7 @@ def _norm_forward(
     bias: Tensor | None,
     normalized_ndim: int,
     eps: float,
+    zero_centered: bool,
     save_stats: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     affine = weight if weight is not None else bias
@@ -46,6 +47,7 @@ def _norm_backward(
     weight: Tensor | None,
     stats: Tensor,
     normalized_ndim: int,
+    zero_centered: bool,
     param_dtype: torch.dtype,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,22 @@ class Refusal(Exception):
     """Why a module stays as it is; the sentence begins after the module's name."""
 
 
-def prove(module: nn.Module, fused: type[nn.Module], norm: Norm, like: Tensor, shape: Shape) -> int:
+class Formula(NamedTuple):
+    """What the forward of a module computes, besides its shape and its eps."""
+
+    norm: Norm
+    zero_centered: bool  # multiplies by 1 + weight
+
+
+def prove(
+    module: nn.Module, fused: type[nn.Module], formula: Formula, like: Tensor, shape: Shape
+) -> int:
     """Compare a module's forward, and the gradients through it, with that of its fused class.
 
     Args:
         module: left as it is; its hooks do not run.
         fused: the class it would get.
-        norm: what that class computes.
+        formula: what that class computes.
         like: a tensor of the dtype and device to compare in.
         shape: what the module normalises together.
 
@@ -66,9 +75,9 @@ def prove(module: nn.Module, fused: type[nn.Module], norm: Norm, like: Tensor, s
                 rows = normal(*batch, *shape) + normal(*per_row)
                 row = torch.arange(math.prod(batch), device=like.device).reshape(per_row)
                 x = (rows * magnitudes[row % len(MAGNITUDES)]).to(like.dtype)
-                ulps = max(ulps, _compare_outputs(probe, fused, norm, x, shape))
+                ulps = max(ulps, _compare_outputs(probe, fused, formula, x, shape))
             # At magnitude 1 alone: the gradient of small rows overflows float16.
-            _compare_gradients(probe, fused, norm, rows.to(like.dtype), shape, normal)
+            _compare_gradients(probe, fused, formula, rows.to(like.dtype), shape, normal)
     return ulps
 
 
@@ -92,42 +101,35 @@ def _call(cls: Any, probe: nn.Module, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _compare_outputs(
-    probe: nn.Module, fused: type[nn.Module], norm: Norm, x: Tensor, shape: tuple[int, ...]
+    probe: nn.Module, fused: type[nn.Module], formula: Formula, x: Tensor, shape: tuple[int, ...]
 ) -> int:
     old, new = _call(type(probe), probe, x).double(), _call(fused, probe, x).double()
-    weight, bias = _params(probe)
-    noise = _noise(x, shape) * _condition(probe, norm, x, shape, weight)["output"]
+    factor, bias = _params(probe, formula)
+    truth = normalize(formula.norm, x.double(), factor, bias, _eps(probe, x), shape)
+    noise = _noise(x, shape) * _condition(probe, formula, x, shape)["output"]
     ulp = _ulp(torch.maximum(old.abs(), new.abs()), x.dtype)
-    # A normalised value that is subnormal is off by half the smallest spacing, times the weight.
+    # A normalised value that is subnormal is off by half the smallest spacing, times the factor.
     info = torch.finfo(x.dtype)
-    subnormal = info.eps * info.smallest_normal / 2 * (1.0 if weight is None else weight.abs())
-
-    def roundings(weight: Tensor | None) -> int:
-        # One rounding to the dtype is half an ulp off. Where the normalised value is rounded first,
-        # half an ulp of that, times the weight, is up to one ulp of the result beside it.
-        truth = normalize(norm, x.double(), weight, bias, _eps(probe, x), shape)
-        error = (old - truth).abs()
-        if bool((error <= ulp / 2 + noise).all()):
-            return 1
-        return 2 if bool((error <= 3 * ulp / 2 + subnormal + noise).all()) else 0
-
-    found = roundings(weight)
+    subnormal = info.eps * info.smallest_normal / 2 * (1.0 if factor is None else factor.abs())
+    # One rounding to the dtype is half an ulp off. Where the normalised value is rounded first,
+    # half an ulp of that, times the factor, is up to one ulp of the result beside it.
+    error = (old - truth).abs()
+    once = bool((error <= ulp / 2 + noise).all())
+    proved = once or bool((error <= 3 * ulp / 2 + subnormal + noise).all())
     # The fused result is half an ulp off itself.
-    if found and bool(((old - new).abs() <= found * ulp + subnormal + 2 * noise).all()):
-        return found
-    if norm == "rms_norm" and weight is not None:
-        noise = noise + _noise(x, shape) * _condition(probe, norm, x, shape, 1 + weight)["output"]
-        if roundings(1 + weight):
-            raise Refusal("multiplies by 1 + weight, for which there is no kernel yet")
+    ulps = 1 if once else 2
+    if proved and bool(((old - new).abs() <= ulps * ulp + subnormal + 2 * noise).all()):
+        return ulps
     raise Refusal(
-        f"differs from {norm} over the last {len(shape)} dimension(s) by more than {x.dtype} rounds"
+        f"differs from {formula.norm} over the last {len(shape)} dimension(s) by more than "
+        f"{x.dtype} rounds"
     )
 
 
 def _compare_gradients(
     probe: nn.Module,
     fused: type[nn.Module],
-    norm: Norm,
+    formula: Formula,
     x: Tensor,
     shape: tuple[int, ...],
     normal: Callable[..., Tensor],
@@ -143,14 +145,14 @@ def _compare_gradients(
             if not y.requires_grad:
                 raise Refusal("gives no gradient")
             found.append(torch.autograd.grad(y, inputs, dy, allow_unused=True))
-    condition = _condition(probe, norm, x, shape, _params(probe)[0], dy)
+    condition = _condition(probe, formula, x, shape, dy)
     # An original in 16 bits rounds a handful of terms on its way back: twice four ulp of the sum of
     # their magnitudes. A sum over rows may be held in 16 bits too, one rounding for each level.
     tolerance = 8 * torch.finfo(x.dtype).eps + 2 * _noise(x, shape)
     for name, old, new in zip(names, *found, strict=True):
         bound = tolerance * condition[f"grad_{name}"]
         if old is None or new is None or not bool(((old - new).double().abs() <= bound).all()):
-            raise Refusal(f"the gradient of its {name} is another than that of {norm}")
+            raise Refusal(f"the gradient of its {name} is another than that of {formula.norm}")
 
 
 def _ulp(y: Tensor, dtype: torch.dtype) -> Tensor:
@@ -160,10 +162,11 @@ def _ulp(y: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(torch.full_like(y, info.eps), exponent - 1)
 
 
-def _params(probe: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+def _params(probe: nn.Module, formula: Formula) -> tuple[Tensor | None, Tensor | None]:
+    """What the normalised values are multiplied by, and what is added to them."""
     weight, bias = (getattr(probe, name, None) for name in ("weight", "bias"))
     return (
-        None if weight is None else weight.detach().double(),
+        None if weight is None else weight.detach().double() + formula.zero_centered,
         None if bias is None else bias.detach().double(),
     )
 
@@ -186,27 +189,27 @@ def _eps(module: Any, x: Tensor) -> float:
 
 def _condition(
     probe: nn.Module,
-    norm: Norm,
+    formula: Formula,
     x: Tensor,
     shape: tuple[int, ...],
-    weight: Tensor | None,
     dy: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """What rounding errors are relative to: each formula in float64 with all terms positive."""
     dims = tuple(range(-len(shape), 0))
     rows = tuple(range(x.dim() - len(shape)))
-    eps, bias = _eps(probe, x), _params(probe)[1]
-    x = x.detach().double()
-    mean = x.mean(dims, keepdim=True) if norm == "layer_norm" else torch.zeros_like(x)
+    factor, bias = _params(probe, formula)
+    centred = formula.norm == "layer_norm"
+    x, eps = x.detach().double(), _eps(probe, x)
+    mean = x.mean(dims, keepdim=True) if centred else torch.zeros_like(x)
     rstd = ((x - mean).square().mean(dims, keepdim=True) + eps).rsqrt()
     # Subtracting the mean cancels: its rounding moves every normalised value of the row.
-    shift = x.abs().mean(dims, keepdim=True) * rstd * (norm == "layer_norm")
+    shift = x.abs().mean(dims, keepdim=True) * rstd * centred
     xhat = (x - mean).abs() * rstd + shift
-    weight = torch.ones_like(x) if weight is None else weight.abs()
-    result = {"output": xhat * weight + (0.0 if bias is None else bias.abs())}
+    factor = torch.ones_like(x) if factor is None else factor.abs()
+    result = {"output": xhat * factor + (0.0 if bias is None else bias.abs())}
     if dy is not None:
         dy = dy.double().abs()
-        wdy = dy * weight
+        wdy = dy * factor
         pull = wdy + wdy.mean(dims, keepdim=True) + xhat * (wdy * xhat).mean(dims, keepdim=True)
         result["grad_input"] = pull * rstd * (1 + shift)
         result["grad_weight"] = (dy * xhat).sum(rows)

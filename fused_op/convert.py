@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ._fused_class import EPS_NAMES, fused_class, is_fused
-from ._proof import Refusal, prove
+from ._proof import Formula, Refusal, prove
 from .modules import FusedLayerNorm, FusedRMSNorm
 from .reference import Norm
 
@@ -70,9 +70,10 @@ def convert(model: nn.Module, *, include: Select = None, exclude: Select = None)
 
     ``torch.nn.LayerNorm`` and ``RMSNorm`` become :class:`FusedLayerNorm` and :class:`FusedRMSNorm`.
     Other leaf modules with an ``eps`` or ``variance_epsilon``, at most a ``weight`` and a ``bias``,
-    and no buffers become a subclass of their class. Each is first run beside the fused op, forward
-    and backward, on random rows in the dtype and on the device of its parameters; the random state
-    of torch does not change. What differs by more than the roundings of the dtype is left as it is.
+    and no buffers become a subclass of their class; Gemma's, which multiply by ``1 + weight``, too.
+    Each is first run beside the fused op, forward and backward, on random rows in the dtype and on
+    the device of its parameters; the random state of torch does not change. What differs by more
+    than the roundings of the dtype is left as it is.
 
     Forward hooks stay and run as before. A proof holds for the dtype that the module has, so
     convert after ``model.to(dtype)``. In a class that is not PyTorch's, rows of another dtype than
@@ -212,13 +213,12 @@ def _judge(module: nn.Module, like: Tensor) -> tuple[type[nn.Module], int]:
         raise Refusal("its weight and bias differ in dtype or device")
     shape = getattr(module, "normalized_shape", None) or (params[0].shape if params else (16,))
     refusal = Refusal()
-    for norm in _candidates(module):
+    for formula in _candidates(module):
         try:
-            after = fused_class(type(module), norm, eps_name)
-            return after, prove(module, after, norm, like, shape)
+            after = fused_class(type(module), *formula, eps_name)
+            return after, prove(module, after, formula, like, shape)
         except Refusal as error:
-            # Of two, the first is the likelier formula; but 1 + weight is found by one of them.
-            refusal = error if not refusal.args else refusal
+            refusal = error if not refusal.args else refusal  # the first is the likeliest
     raise refusal
 
 
@@ -252,9 +252,13 @@ def _structure(module: nn.Module) -> str:
     return eps_name
 
 
-def _candidates(module: nn.Module) -> tuple[Norm, ...]:
+def _candidates(module: nn.Module) -> list[Formula]:
+    norms: list[Norm] = ["rms_norm", "layer_norm"]
     if isinstance(module, nn.LayerNorm) or getattr(module, "bias", None) is not None:
-        return ("layer_norm",)
-    if isinstance(module, nn.RMSNorm):
-        return ("rms_norm",)
-    return ("rms_norm", "layer_norm")
+        norms = ["layer_norm"]
+    elif isinstance(module, nn.RMSNorm):
+        norms = ["rms_norm"]
+    formulas = [Formula(norm, zero_centered=False) for norm in norms]
+    if type(module) in (nn.LayerNorm, nn.RMSNorm) or getattr(module, "weight", None) is None:
+        return formulas
+    return formulas + [Formula(norm, zero_centered=True) for norm in norms]

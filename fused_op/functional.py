@@ -22,7 +22,7 @@ import fused_op_cuda
 
 from . import _ops as _ops  # the fake kernels
 from . import reference
-from ._arguments import as_float, check_tensor, count_normalized, rms_eps
+from ._arguments import as_float, check_tensor, count_normalized, refuse_as_bool, rms_eps
 from ._disabled import open_blocks
 from .reference import Norm, Shape
 
@@ -36,6 +36,7 @@ def fused_layer_norm(
     eps: float = 1e-5,
     *,
     normalized_shape: Shape | None = None,
+    zero_centered: bool = False,
 ) -> Tensor:
     """Layer norm: ``(input - mean) / sqrt(var + eps) * weight + bias`` over the last dimensions.
 
@@ -48,6 +49,9 @@ def fused_layer_norm(
         eps: added to the variance before the root; finite.
         normalized_shape: what is normalised together; default: the shape of ``weight`` or ``bias``,
             else the last dimension.
+        zero_centered: multiply by ``1 + weight``, for weights that are kept minus one, as Gemma's
+            and those of Megatron's LayerNorm1p. The 1 is added in the precision of the arithmetic.
+            ``weight=None`` means a factor of 1 here too.
 
     Returns:
         A contiguous tensor of the shape and dtype of ``input``. The arithmetic is in float32
@@ -62,10 +66,13 @@ def fused_layer_norm(
     """
     if has_torch_function_variadic(input, weight, bias):
         return _overridden(
-            fused_layer_norm, input, weight, bias, eps, normalized_shape=normalized_shape
+            fused_layer_norm,
+            *(input, weight, bias, eps),
+            normalized_shape=normalized_shape,
+            zero_centered=zero_centered,
         )
     ndim = 0 if normalized_shape is None else count_normalized(input, normalized_shape)
-    output: Tensor = _norm("layer_norm", input, None, weight, bias, eps, ndim)
+    output: Tensor = _norm("layer_norm", input, None, weight, bias, eps, ndim, zero_centered)
     return output
 
 
@@ -75,6 +82,7 @@ def fused_rms_norm(
     eps: float | None = None,
     *,
     normalized_shape: Shape | None = None,
+    zero_centered: bool = False,
 ) -> Tensor:
     """RMS norm: ``input / sqrt(mean(input²) + eps) * weight`` over the last dimensions.
 
@@ -84,6 +92,7 @@ def fused_rms_norm(
         eps: added to the mean square before the root; finite; ``None``: the machine epsilon of the
             arithmetic (float32, or float64 for float64), as in ``torch.nn.functional.rms_norm``.
         normalized_shape: as in :func:`fused_layer_norm`.
+        zero_centered: as in :func:`fused_layer_norm`.
 
     Returns:
         As :func:`fused_layer_norm`.
@@ -94,9 +103,15 @@ def fused_rms_norm(
     Source: Zhang and Sennrich 2019 (https://arxiv.org/abs/1910.07467).
     """
     if has_torch_function_variadic(input, weight):
-        return _overridden(fused_rms_norm, input, weight, eps, normalized_shape=normalized_shape)
+        return _overridden(
+            fused_rms_norm,
+            *(input, weight, eps),
+            normalized_shape=normalized_shape,
+            zero_centered=zero_centered,
+        )
     ndim = 0 if normalized_shape is None else count_normalized(input, normalized_shape)
-    output: Tensor = _norm("rms_norm", input, None, weight, None, rms_eps(input, eps), ndim)
+    eps = rms_eps(input, eps)
+    output: Tensor = _norm("rms_norm", input, None, weight, None, eps, ndim, zero_centered)
     return output
 
 
@@ -108,6 +123,7 @@ def fused_add_layer_norm(
     eps: float = 1e-5,
     *,
     normalized_shape: Shape | None = None,
+    zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Layer norm of ``input + residual`` in one pass, returning the sum as the new residual.
 
@@ -118,6 +134,7 @@ def fused_add_layer_norm(
         bias: as in :func:`fused_layer_norm`.
         eps: as in :func:`fused_layer_norm`.
         normalized_shape: as in :func:`fused_layer_norm`.
+        zero_centered: as in :func:`fused_layer_norm`.
 
     Returns:
         ``(output, sum)``, both like ``input``. The sum is rounded to its dtype, and the statistics
@@ -133,11 +150,12 @@ def fused_add_layer_norm(
             fused_add_layer_norm,
             *(input, residual, weight, bias, eps),
             normalized_shape=normalized_shape,
+            zero_centered=zero_centered,
         )
     check_tensor("residual", residual)
     ndim = 0 if normalized_shape is None else count_normalized(input, normalized_shape)
     outputs: tuple[Tensor, Tensor]
-    outputs = _norm("layer_norm", input, residual, weight, bias, eps, ndim)
+    outputs = _norm("layer_norm", input, residual, weight, bias, eps, ndim, zero_centered)
     return outputs
 
 
@@ -148,6 +166,7 @@ def fused_add_rms_norm(
     eps: float | None = None,
     *,
     normalized_shape: Shape | None = None,
+    zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """RMS norm of ``input + residual`` in one pass, returning the sum as the new residual.
 
@@ -157,6 +176,7 @@ def fused_add_rms_norm(
         weight: as in :func:`fused_layer_norm`.
         eps: as in :func:`fused_rms_norm`.
         normalized_shape: as in :func:`fused_layer_norm`.
+        zero_centered: as in :func:`fused_layer_norm`.
 
     Returns:
         As :func:`fused_add_layer_norm`.
@@ -168,12 +188,16 @@ def fused_add_rms_norm(
     """
     if has_torch_function_variadic(input, residual, weight):
         return _overridden(
-            fused_add_rms_norm, input, residual, weight, eps, normalized_shape=normalized_shape
+            fused_add_rms_norm,
+            *(input, residual, weight, eps),
+            normalized_shape=normalized_shape,
+            zero_centered=zero_centered,
         )
     check_tensor("residual", residual)
     ndim = 0 if normalized_shape is None else count_normalized(input, normalized_shape)
+    eps = rms_eps(input, eps)
     outputs: tuple[Tensor, Tensor]
-    outputs = _norm("rms_norm", input, residual, weight, None, rms_eps(input, eps), ndim)
+    outputs = _norm("rms_norm", input, residual, weight, None, eps, ndim, zero_centered)
     return outputs
 
 
@@ -229,8 +253,11 @@ class _NormFunction(torch.autograd.Function):
         norm: Norm,
         normalized_ndim: int,
         eps: float,
+        zero_centered: bool,
     ) -> Any:
-        output, sum = _forward(ctx, norm, input, residual, weight, bias, normalized_ndim, eps)
+        output, sum = _forward(
+            ctx, norm, input, residual, weight, bias, normalized_ndim, eps, zero_centered
+        )
         return output if residual is None else (output, sum)
 
     @staticmethod
@@ -241,7 +268,7 @@ class _NormFunction(torch.autograd.Function):
         # One tensor for both, as torch.add does: autograd copies where it would be stored twice.
         grad_input = grad_x if input else None
         grad_residual = grad_x if residual else None
-        return grad_input, grad_residual, grad_weight, grad_bias, None, None, None
+        return grad_input, grad_residual, grad_weight, grad_bias, None, None, None, None
 
 
 class FusedLayerNormFunction(torch.autograd.Function):
@@ -260,7 +287,7 @@ class FusedLayerNormFunction(torch.autograd.Function):
         eps: float = 1e-5,
     ) -> Any:
         """Run the kernel and save what backward reads."""
-        return _forward(ctx, "layer_norm", input, None, weight, bias, 0, eps)[0]
+        return _forward(ctx, "layer_norm", input, None, weight, bias, 0, eps, False)[0]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> Any:
@@ -278,15 +305,15 @@ def _forward(
     bias: Tensor | None,
     normalized_ndim: int,
     eps: float,
+    zero_centered: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    output, sum, stats = _raw_forward()(
-        norm, input, residual, weight, bias, normalized_ndim, eps, any(ctx.needs_input_grad)
-    )
+    call = norm, input, residual, weight, bias, normalized_ndim, eps, zero_centered
+    output, sum, stats = _raw_forward()(*call, any(ctx.needs_input_grad))
     affine = weight if weight is not None else bias
     if affine is None:
-        ctx.constants = norm, eps, normalized_ndim or 1, input.dtype
+        ctx.constants = norm, eps, normalized_ndim or 1, zero_centered, input.dtype
     else:
-        ctx.constants = norm, eps, normalized_ndim or affine.dim(), affine.dtype
+        ctx.constants = norm, eps, normalized_ndim or affine.dim(), zero_centered, affine.dtype
     ctx.save_for_backward(input if residual is None else sum, weight, stats)
     ctx.set_materialize_grads(False)
     return output, sum
@@ -297,7 +324,7 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     if grad_output is None:
         return grad_sum, None, None
-    norm, eps, *shape = ctx.constants
+    norm, eps, *constants = ctx.constants
     x, weight, stats = ctx.saved_tensors
     backward: Any = fused_op_cuda.norm_backward
     if stats is None or open_blocks:  # no kernel in forward, or none now
@@ -309,7 +336,7 @@ def _backward(
         # x, as PyTorch operations on all that the gradient depends on.
         backward, stats = reference.normalize_backward, eps
     grad_x, grad_weight, grad_bias = backward(
-        norm, grad_output, grad_sum, x, weight, stats, *shape, wanted
+        norm, grad_output, grad_sum, x, weight, stats, *constants, wanted
     )
     return (
         grad_x if wanted[0] else None,
@@ -340,28 +367,31 @@ def _norm(
     bias: Tensor | None,
     eps: float,
     normalized_ndim: int,
+    zero_centered: bool = False,
 ) -> Any:
     """Take one of the routes. ``normalized_ndim`` 0 stands for the default of normalized_shape."""
     if type(eps) is not float:
         eps = as_float(eps)
+    if type(zero_centered) is not bool:
+        refuse_as_bool("zero_centered", zero_centered)
     if is_compiling():
         if torch.is_autocast_enabled(input.device.type):
             input, residual, weight, bias = _cast(input, residual, weight, bias)
         if residual is input:  # dynamo cannot trace a Function that gets a tensor twice
             residual = input.view_as(input)
-        return _dispatch(norm, input, residual, weight, bias, normalized_ndim, eps)
+        return _dispatch(norm, input, residual, weight, bias, normalized_ndim, eps, zero_centered)
     route = _check if open_blocks else fused_op_cuda.norm
-    result = route(norm, input, residual, weight, bias, normalized_ndim, eps)
+    result = route(norm, input, residual, weight, bias, normalized_ndim, eps, zero_centered)
     if type(result) is not int:
         return result
     if result == fused_op_cuda.AUTOGRAD:
-        return _apply(input, residual, weight, bias, norm, normalized_ndim, eps)
+        return _apply(input, residual, weight, bias, norm, normalized_ndim, eps, zero_centered)
     if result == fused_op_cuda.DISPATCH:
-        return _dispatch(norm, input, residual, weight, bias, normalized_ndim, eps)
+        return _dispatch(norm, input, residual, weight, bias, normalized_ndim, eps, zero_centered)
     if result == fused_op_cuda.CAST:
         input, residual, weight, bias = _cast(input, residual, weight, bias)
-        return _norm(norm, input, residual, weight, bias, eps, normalized_ndim)
-    return _composite(norm, input, residual, weight, bias, normalized_ndim, eps)
+        return _norm(norm, input, residual, weight, bias, eps, normalized_ndim, zero_centered)
+    return _composite(norm, input, residual, weight, bias, normalized_ndim, eps, zero_centered)
 
 
 class _NotPlain(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -386,12 +416,14 @@ def _composite(
     bias: Tensor | None,
     normalized_ndim: int,
     eps: float,
+    zero_centered: bool,
 ) -> Any:
     """The formula in PyTorch's operations."""
     affine = weight if weight is not None else bias
     ndim = normalized_ndim or (1 if affine is None else affine.dim())
     x = input if residual is None else reference.add(input, residual)
-    output = reference.normalize(norm, x, weight, bias, eps, x.shape[x.dim() - ndim :])
+    shape = x.shape[x.dim() - ndim :]
+    output = reference.normalize(norm, x, weight, bias, eps, shape, zero_centered)
     return output if residual is None else (output, x)
 
 
@@ -412,12 +444,13 @@ def _dispatch(
     bias: Tensor | None,
     normalized_ndim: int,
     eps: float,
+    zero_centered: bool,
 ) -> Any:
     """Through the dispatcher, where each kind of tensor finds its own implementation."""
     tensors = (input, residual, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return _NormFunction.apply(*tensors, norm, normalized_ndim, eps)  # type: ignore[no-untyped-call]
-    output, sum, _ = _raw_forward()(norm, *tensors, normalized_ndim, eps, False)
+        return _NormFunction.apply(*tensors, norm, normalized_ndim, eps, zero_centered)  # type: ignore[no-untyped-call]
+    output, sum, _ = _raw_forward()(norm, *tensors, normalized_ndim, eps, zero_centered, False)
     return output if residual is None else (output, sum)
 
 

@@ -25,9 +25,10 @@ def fused_layer_norm(
     eps: float = 1e-5,
     *,
     normalized_shape: Shape | None = None,
+    zero_centered: bool = False,
 ) -> Tensor:
     """Twin of :func:`fused_op.fused_layer_norm`."""
-    return normalize("layer_norm", input, weight, bias, eps, normalized_shape)
+    return normalize("layer_norm", input, weight, bias, eps, normalized_shape, zero_centered)
 
 
 def fused_rms_norm(
@@ -36,9 +37,10 @@ def fused_rms_norm(
     eps: float | None = None,
     *,
     normalized_shape: Shape | None = None,
+    zero_centered: bool = False,
 ) -> Tensor:
     """Twin of :func:`fused_op.fused_rms_norm`."""
-    return normalize("rms_norm", input, weight, None, eps, normalized_shape)
+    return normalize("rms_norm", input, weight, None, eps, normalized_shape, zero_centered)
 
 
 def fused_add_layer_norm(
@@ -49,10 +51,11 @@ def fused_add_layer_norm(
     eps: float = 1e-5,
     *,
     normalized_shape: Shape | None = None,
+    zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Twin of :func:`fused_op.fused_add_layer_norm`."""
     sum = add(input, residual)
-    return normalize("layer_norm", sum, weight, bias, eps, normalized_shape), sum
+    return normalize("layer_norm", sum, weight, bias, eps, normalized_shape, zero_centered), sum
 
 
 def fused_add_rms_norm(
@@ -62,10 +65,11 @@ def fused_add_rms_norm(
     eps: float | None = None,
     *,
     normalized_shape: Shape | None = None,
+    zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Twin of :func:`fused_op.fused_add_rms_norm`."""
     sum = add(input, residual)
-    return normalize("rms_norm", sum, weight, None, eps, normalized_shape), sum
+    return normalize("rms_norm", sum, weight, None, eps, normalized_shape, zero_centered), sum
 
 
 def layer_norm(
@@ -106,8 +110,12 @@ def normalize(
     bias: Tensor | None,
     eps: float | None,
     normalized_shape: Shape | None,
+    zero_centered: bool = False,
 ) -> Tensor:
-    """The formula of all the ops: ``normalized(x) * weight + bias`` over the last dimensions."""
+    """The formula of all the ops: ``normalized(x) * weight + bias`` over the last dimensions.
+
+    If ``zero_centered``, ``1 + weight`` takes the place of ``weight``.
+    """
     if normalized_shape is None:
         affine = weight if weight is not None else bias
         normalized_shape = x.shape[-1:] if affine is None else affine.shape
@@ -126,7 +134,7 @@ def normalize(
         eps = torch.finfo(compute_dtype(x)).eps
     output, _ = _normalized(norm, _cast(x, compute_dtype(x)), len(shape), eps)
     if weight is not None:
-        output = output * weight.to(output.dtype)
+        output = output * _factor(weight, output.dtype, zero_centered)
     if bias is not None:
         output = output + bias.to(output.dtype)
     return _cast(output, x.dtype)
@@ -140,6 +148,7 @@ def normalize_backward(
     weight: Tensor | None,
     eps: float,
     normalized_ndim: int,
+    zero_centered: bool,
     param_dtype: torch.dtype,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -153,7 +162,7 @@ def normalize_backward(
     grad_x = grad_weight = grad_bias = None
     if wanted[0]:
         dims = _last_dims(normalized_ndim)
-        scaled = grad if weight is None else grad * weight.to(compute)
+        scaled = grad if weight is None else grad * _factor(weight, compute, zero_centered)
         # The pullback of the normalisation removes what it is blind to: a change of scale and,
         # for layer norm, of offset.
         projected = scaled - normalized * (scaled * normalized).mean(dims, keepdim=True)
@@ -190,6 +199,11 @@ def _normalized(norm: Norm, x: Tensor, normalized_ndim: int, eps: float) -> tupl
         x = x - x.mean(dims, keepdim=True)
     rstd = (x.square().mean(dims, keepdim=True) + eps).rsqrt()
     return x * rstd, rstd
+
+
+def _factor(weight: Tensor, compute: torch.dtype, zero_centered: bool) -> Tensor:
+    """What the normalised values are multiplied by."""
+    return 1 + weight.to(compute) if zero_centered else weight.to(compute)
 
 
 def _last_dims(count: int) -> list[int]:

@@ -29,6 +29,8 @@ class LlamaNorm(nn.Module):
 
 
 class ZeroCentredNorm(LlamaNorm):
+    """As Gemma's."""
+
     def forward(self, x):
         y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return (y * (1 + self.weight.float())).type_as(x)
@@ -48,6 +50,13 @@ class RowsNorm(nn.LayerNorm):
 
     def forward(self, x):
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class ZeroCentredLayerNorm(nn.LayerNorm):
+    """As Megatron's and Nemotron's LayerNorm1p: the sum is rounded to the dtype of the weight."""
+
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
 
 
 class ImageNorm(RowsNorm):
@@ -91,6 +100,11 @@ class TwoEpsilons(LlamaNorm):
     def forward(self, x):
         rms = x.float().pow(2).mean(-1, keepdim=True).sqrt()
         return self.weight * (x.float() / (rms + self.variance_epsilon)).to(x.dtype)
+
+
+class TwoPlusWeight(LlamaNorm):
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, 2 + self.weight, self.variance_epsilon)
 
 
 class IgnoresWeight(LlamaNorm):

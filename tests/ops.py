@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ class Op:
     fused: Callable
     reference: Callable
     inputs: tuple[str, ...]
+    zero_centered: bool = False
 
     @property
     def centred(self) -> bool:
@@ -46,12 +48,22 @@ class Op:
     def parameters(self) -> tuple[str, ...]:
         return tuple(name for name in self.inputs if name in ("weight", "bias"))
 
+    def factor(self, weight: Tensor | None) -> Tensor | None:
+        """What the normalised values are multiplied by."""
+        return 1 + weight if self.zero_centered and weight is not None else weight
+
     def __str__(self) -> str:
-        return self.name
+        return self.name + ("-zero_centered" if self.zero_centered else "")
 
 
 def _op(name: str, *inputs: str) -> Op:
     return Op(name, getattr(fused_op, name), getattr(fused_op.reference, name), inputs)
+
+
+def zero_centered(op: Op) -> Op:
+    """The op with weights that are kept minus one."""
+    fused, reference = (partial(f, zero_centered=True) for f in (op.fused, op.reference))
+    return Op(op.name, fused, reference, op.inputs, zero_centered=True)
 
 
 OPS = [
@@ -60,6 +72,8 @@ OPS = [
     _op("fused_add_layer_norm", "input", "residual", "weight", "bias"),
     _op("fused_add_rms_norm", "input", "residual", "weight"),
 ]
+# Each norm, with a residual and without; tests/test_zero_centered.py has the others.
+OPS += [zero_centered(OPS[1]), zero_centered(OPS[2])]
 
 
 class Pair(NamedTuple):
@@ -120,11 +134,12 @@ def condition(
     rstd = ((x - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
     shift = x.abs().mean(-1, keepdim=True) * rstd if op.centred else 0.0
     xhat = (x - mean).abs() * rstd + shift
-    dy, weight = dy.abs(), torch.ones_like(x[:1]) if weight is None else weight.abs()
-    wdy = dy * weight
+    # The sum of 1 and a weight is rounded once, relative to itself.
+    dy, factor = dy.abs(), torch.ones_like(x[:1]) if weight is None else op.factor(weight).abs()
+    wdy = dy * factor
     pullback = wdy + wdy.mean(-1, keepdim=True) + xhat * (wdy * xhat).mean(-1, keepdim=True)
     return {
-        "output": xhat * weight + (0 if bias is None else bias.abs()),
+        "output": xhat * factor + (0 if bias is None else bias.abs()),
         "grad_x": pullback * rstd * (1 + shift),
         "grad_weight": (dy * xhat).sum(0),
         "grad_bias": dy.sum(0),

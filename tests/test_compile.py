@@ -117,21 +117,22 @@ def test_opcheck(norm, dtype, device):
     w = torch.randn(6, device=device)
     grad_x = x.clone().requires_grad_()
     for args in (
-        (x, residual, w, w if norm == "layer_norm" else None, 0, 1e-5, True),
-        (grad_x, None, None, None, 2, 1e-5, True),
-        (x.t(), None, w[:4], None, 0, 1e-5, False),
-        (x[:0], None, w, None, 1, 1e-5, True),
+        (x, residual, w, w if norm == "layer_norm" else None, 0, 1e-5, False, True),
+        (grad_x, None, None, None, 2, 1e-5, True, True),
+        (x.t(), None, w[:4], None, 0, 1e-5, True, False),
+        (x[:0], None, w, None, 1, 1e-5, False, True),
     ):
         opcheck(torch.ops.fused_op.norm_forward.default, (norm, *args))
-    stats = fused_op_cuda.norm_forward(norm, x, None, None, None, 1, 1e-5, True)[2]
-    for grad_sum, weight, wanted in (
-        (residual, w, [True, True, norm == "layer_norm"]),
-        (None, None, [True, False, False]),
-        (None, w, [False, True, False]),
+    stats = fused_op_cuda.norm_forward(norm, x, None, None, None, 1, 1e-5, False, True)[2]
+    for grad_sum, weight, zero_centered, wanted in (
+        (residual, w, True, [True, True, norm == "layer_norm"]),
+        (None, None, False, [True, False, False]),
+        (None, w, False, [False, True, False]),
     ):
+        constants = (1, zero_centered, torch.float32, wanted)
         opcheck(
             torch.ops.fused_op.norm_backward.default,
-            (norm, residual, grad_sum, x, weight, stats, 1, torch.float32, wanted),
+            (norm, residual, grad_sum, x, weight, stats, *constants),
         )
 
 

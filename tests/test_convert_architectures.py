@@ -114,18 +114,14 @@ def test_architecture(architecture, dtype):
     bits = model(**cast(call, dtype)).last_hidden_state
 
     report = convert(model)
-    found = [s.name for s in report.skipped] or [c.name for c in report.converted]
+    found = [c.name for c in report.converted]
     if names is not None:
         assert sorted(found) == sorted(names)
     assert len(found) == {"T5": 12, "Qwen3": 9}.get(name, 5)
-    if name == "Gemma":
-        reason = "multiplies by 1 + weight, for which there is no kernel yet"
-        assert {s.reason for s in report.skipped} == {reason} and not report.converted
-    else:
-        assert not report.skipped
-        assert {c[1:3] for c in report.converted} == {(norm_class, f"Fused{norm_class}")}
-        twice = dtype is BF16 and norm_class != "LayerNorm"
-        assert {c.ulps for c in report.converted} == {2 if twice else 1}
+    assert not report.skipped
+    assert {c[1:3] for c in report.converted} == {(norm_class, f"Fused{norm_class}")}
+    twice = dtype is BF16 and norm_class not in ("LayerNorm", "GemmaRMSNorm")
+    assert {c.ulps for c in report.converted} == {2 if twice else 1}
 
     after = run(model, call)
     assert model.state_dict().keys() == state.keys()

@@ -22,6 +22,7 @@ from tests.norms import (
     RowsNorm,
     ShapedRmsNorm,
     WithDropout,
+    ZeroCentredNorm,
     changed,
     only_reason,
     randomize,
@@ -95,7 +96,9 @@ def test_norms_that_were_fused_before_stay_so():
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))]
 )
-@pytest.mark.parametrize("make", [lambda: nn.LayerNorm(8), LlamaNorm, ShapedRmsNorm])
+@pytest.mark.parametrize(
+    "make", [lambda: nn.LayerNorm(8), LlamaNorm, ShapedRmsNorm, ZeroCentredNorm]
+)
 def test_copies_are_converted_and_reverted(make, copied):
     module = randomize(make())
     original, x = type(module), rows(module.state_dict()["weight"].numel())
@@ -140,7 +143,7 @@ def test_fused_class_is_made_once():
     assert type(a) is type(b)
 
 
-@pytest.mark.parametrize("make", [LlamaNorm, RowsNorm])
+@pytest.mark.parametrize("make", [LlamaNorm, RowsNorm, ZeroCentredNorm])
 def test_compiles_without_a_graph_break(make):
     module, x = make(COLS), rows()
     convert(module)

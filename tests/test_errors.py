@@ -135,6 +135,12 @@ fused_layer_norm(X, normalized_shape=(8.0,))
     TypeError: must be tuple of ints, but found element of type float
 fused_layer_norm([1.0], normalized_shape=1)
     TypeError: argument 'input' must be Tensor, not list
+fused_layer_norm(X, W, zero_centered=1)
+    TypeError: argument 'zero_centered' must be bool, not int
+fused_op.fused_add_rms_norm(X, X, W, zero_centered=None)
+    TypeError: argument 'zero_centered' must be bool, not NoneType
+fused_layer_norm(X, W, zero_centered=np.True_)
+    TypeError: argument 'zero_centered' must be bool, not numpy.bool
 fused_layer_norm(X, gamma=W)
     TypeError: unexpected keyword argument 'gamma'
 """
@@ -149,13 +155,13 @@ def test_front_door(call, exception, message):
 
 
 BACK_DOOR = r"""
-fused_op_cuda.norm_forward("batch_norm", X, None, None, None, 1, 1e-05, True)
+fused_op_cuda.norm_forward("batch_norm", X, None, None, None, 1, 1e-05, False, True)
     ValueError: norm must be 'layer_norm' or 'rms_norm', got 'batch_norm'
-fused_op_cuda.norm_forward("rms_norm", X, None, None, None, 1, NAN, True)
+fused_op_cuda.norm_forward("rms_norm", X, None, None, None, 1, NAN, False, True)
     ValueError: eps must be finite, got nan
-fused_op_cuda.norm_forward("rms_norm", X, None, None, None, -1, 1e-05, True)
+fused_op_cuda.norm_forward("rms_norm", X, None, None, None, -1, 1e-05, False, True)
     RuntimeError: Expected normalized_shape to be at least 1-dimensional
-fused_op_cuda.norm_forward("rms_norm", X, None, None, B, 1, 1e-05, True)
+fused_op_cuda.norm_forward("rms_norm", X, None, None, B, 1, 1e-05, False, True)
     RuntimeError: rms_norm has no bias
 backward(norm="rms_norm", stats=STATS[:1])
     RuntimeError: rms_norm has no bias
@@ -191,6 +197,7 @@ def backward(**changes):
         "weight": W,
         "stats": STATS,
         "normalized_ndim": 1,
+        "zero_centered": False,
         "param_dtype": torch.float32,
         "wanted": (True, True, True),
     }
@@ -342,11 +349,11 @@ for _ in range(20000):
     dtype = one([torch.float32, torch.float16, torch.int64, getattr(a, "dtype", 3)])
     stats = one([torch.ones(2, 3), torch.ones(1, 3), pick(tensors)])
     function, *args = one([
-        (fused_op_cuda.norm, norm, a, optional(a), optional(w), optional(w), ndim, eps),
+        (fused_op_cuda.norm, norm, a, optional(a), optional(w), optional(w), ndim, eps, flags[1]),
         (fused_op_cuda.norm_forward, norm, a, optional(a), optional(w), optional(w), ndim, eps,
-         flags[0]),
+         flags[1], flags[0]),
         (fused_op_cuda.norm_backward, norm, one([a, pick(tensors)]), optional(a), a, optional(w),
-         stats, ndim, dtype, flags),
+         stats, ndim, flags[0], dtype, flags),
     ])
     try:
         function(*args)

@@ -28,8 +28,8 @@ def test_command():
     assert torch.__version__ in run.stdout
     gpus = torch.cuda.device_count() if info["cuda"] and "cuda" in DEVICES else 0
     passed = lines(run.stdout, "pass")
-    assert len(set(passed)) == len(OPS) * len(PAIRS) * (1 + gpus)
-    for op in OPS:
+    assert len(set(passed)) == len(report.OPS) * len(PAIRS) * (1 + gpus)
+    for op in report.OPS:
         assert sum(f" {op} " in line for line in passed) == len(PAIRS) * (1 + gpus)
     assert run.stdout.endswith("\nAll passed\n")
 
@@ -115,7 +115,7 @@ def test_failures_are_counted_and_do_not_stop_the_rest(monkeypatch, capsys):
     assert re.search(r"fused_rms_norm +cpu +float32: output is off by \d", wrong)
     assert re.search(r"fused_rms_norm +cpu +float64: RuntimeError: no such kernel$", raised)
     assert f"\n{len(lines(output, 'FAIL'))} failed\n" in output
-    assert len(lines(output, "pass")) == len(lines(output, "FAIL")) / 2 * (len(OPS) * 6 - 2)
+    assert len(lines(output, "pass")) == len(lines(output, "FAIL")) / 2 * (len(report.OPS) * 6 - 2)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,6 +59,7 @@ def as_function(op: Op, cls: type, shape: tuple[int, ...]) -> Op:
         given = dict(zip(op.inputs, tensors, strict=True))
         has_weight = given["weight"] is not None
         options = {"bias": given["bias"] is not None} if op.centred else {}
+        options |= {"zero_centered": True} if op.zero_centered else {}
         module = cls(shape, eps, has_weight, **options)
         for name in op.parameters:
             assert (getattr(module, name) is None) == (given[name] is None)
@@ -66,7 +68,7 @@ def as_function(op: Op, cls: type, shape: tuple[int, ...]) -> Op:
                 setattr(module, name, given[name])
         return module(*(given[name] for name in op.inputs if name not in op.parameters))
 
-    return Op(op.name, fused, op.reference, op.inputs)
+    return replace(op, fused=fused)
 
 
 def test_values_and_gradients(op, device, pair):
@@ -109,10 +111,15 @@ def test_rms_default_eps(device):
 
 
 def test_constructor_is_pytorchs(cls):
-    """Catches an argument in another place or with another default, and other initial values."""
+    """Catches an argument in another place or with another default, and other initial values; an
+    argument that PyTorch's have not and that is not by keyword, or shows in repr unasked."""
     theirs = THEIRS[cls]
     assert issubclass(cls, theirs)
-    assert inspect.signature(cls) == inspect.signature(theirs)
+    parameters = [inspect.signature(c).parameters.values() for c in (cls, theirs)]
+    ours, expected = ([(p.name, p.kind, p.default) for p in given] for given in parameters)
+    assert ours[: len(expected)] == expected
+    extras = ours[len(expected) :]
+    assert extras == [("zero_centered", inspect.Parameter.KEYWORD_ONLY, False)]
     ours = cls((2, 5), 0.5, dtype=torch.float64)
     like = theirs((2, 5), 0.5, dtype=torch.float64)
     assert repr(ours) == repr(like).replace(theirs.__name__, cls.__name__)
@@ -123,6 +130,26 @@ def test_constructor_is_pytorchs(cls):
     for name, value in like.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], value, rtol=0, atol=0)
     assert not list(cls(5, elementwise_affine=False).parameters())
+
+
+def test_zero_centered_weight(cls):
+    """Catches a weight that is not initialised to 0, which then doubles what it should leave alone,
+    a bias that is not zero, and an argument that repr, reset_parameters or a copy forgets."""
+    plain, module = cls((2, 3), dtype=torch.float64), cls((2, 3), zero_centered=True).double()
+    args = inputs(cls, 4, 2, 3, dtype=torch.float64)
+    for made in (module, pickle.loads(pickle.dumps(randomized(module)))):
+        assert repr(made) == repr(plain)[:-1] + ", zero_centered=True)"
+        made.reset_parameters()
+        assert not any(p.any() for p in made.parameters())
+        torch.testing.assert_close(made(*args), plain(*args), rtol=0, atol=0)
+        made.load_state_dict({k: torch.full_like(v, 2) for k, v in plain.state_dict().items()})
+        with torch.no_grad():
+            plain_with_3 = copy.deepcopy(plain)
+            plain_with_3.weight.fill_(3)
+            for bias in [p for name, p in plain_with_3.named_parameters() if name == "bias"]:
+                bias.fill_(2)
+        torch.testing.assert_close(made(*args), plain_with_3(*args), rtol=0, atol=0)
+    assert not list(cls(5, elementwise_affine=False, zero_centered=True).parameters())
 
 
 def test_checkpoints_go_both_ways(cls):

@@ -1,6 +1,6 @@
 """The compiled module: see csrc/fused_op.h for what the functions take and return."""
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -27,9 +27,13 @@ def norm(
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
+    rng_state: Tensor | None,
     normalized_ndim: int,
     eps: float,
     zero_centered: bool,
+    dropout_p: float,
+    output_dtype: torch.dtype | None,
+    sum_dtype: torch.dtype | None,
     /,
 ) -> Tensor | tuple[Tensor, Tensor] | int: ...
 def norm_forward(
@@ -38,9 +42,13 @@ def norm_forward(
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
+    rng_state: Tensor | None,
     normalized_ndim: int,
     eps: float,
     zero_centered: bool,
+    dropout_p: float,
+    output_dtype: torch.dtype | None,
+    sum_dtype: torch.dtype | None,
     save_stats: bool,
     /,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
@@ -50,10 +58,20 @@ def norm_backward(
     grad_sum: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
+    bias: Tensor | None,
     stats: Tensor,
+    rng_state: Tensor | None,
     normalized_ndim: int,
     zero_centered: bool,
+    dropout_p: float,
+    x_is_output: bool,
+    input_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
     param_dtype: torch.dtype,
-    wanted: tuple[bool, bool, bool],
+    wanted: tuple[bool, bool, bool, bool],
     /,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]: ...
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
+def norm_backward_into(
+    *norm_backward_arguments_and_two_main_grads: Any,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
+def dropout_state(input: Tensor, /) -> Tensor: ...

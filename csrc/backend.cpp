@@ -9,11 +9,14 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <mutex>
 
 #include "cpu/fused_op_cpu.h"
 
 #ifdef FUSED_OP_WITH_CUDA
+#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -69,6 +72,27 @@ at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device)
 #else
   fail_without_cuda();
 #endif
+}
+
+at::Tensor dropout_state(at::Device device) {
+#ifdef FUSED_OP_WITH_CUDA
+  if (device.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(device);
+    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
+      return empty({2}, at::kLong, device).random_();
+    }
+    const at::Tensor state = empty({2}, at::kLong, at::kCPU);
+    at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(device.index());
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    const at::PhiloxCudaState drawn =
+        at::check_generator<at::CUDAGeneratorImpl>(generator)->philox_cuda_state(/*increment=*/4);
+    auto* const values = state.mutable_data_ptr<std::int64_t>();
+    values[0] = static_cast<std::int64_t>(drawn.seed_.val);
+    values[1] = static_cast<std::int64_t>(drawn.offset_.val);
+    return state;
+  }
+#endif
+  return empty({2}, at::kLong, device).random_();
 }
 
 void norm_forward(const NormForwardArgs& args, at::Device device) {

@@ -14,6 +14,10 @@ namespace fused_op::backend {
 // through the dispatcher first, which costs a small call more than its kernel.
 at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device);
 
+// Seed and offset for one dropout mask, [2] i64, drawn from the default generator of the device. On
+// the CPU, unless a CUDA graph is being captured: a value there would be the same at each replay.
+at::Tensor dropout_state(at::Device device);
+
 // All pointers of `args` are on `device`; rows > 0 and cols > 0. On CUDA the work is queued on the
 // current stream of `device`.
 void norm_forward(const NormForwardArgs& args, at::Device device);

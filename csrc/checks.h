@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <optional>
@@ -75,14 +76,44 @@ inline void check_like_input_kind(const char* op, const char* name, const at::Te
   check_device(op, name, tensor, input);
 }
 
+// A residual, and the sum with it, may be wider than a 16-bit input.
+inline void check_residual_kind(const char* op, const at::Tensor& residual, const at::Tensor& input,
+                                std::optional<at::ScalarType> sum_dtype) {
+  check_input_kind(op, "residual", residual);
+  TORCH_CHECK(is_supported_pair(input.scalar_type(), residual.scalar_type()), op,
+              ": residual must have the dtype of input, ", input.scalar_type(),
+              c10::elementSize(input.scalar_type()) == 2 ? ", or Float" : "", ", got ",
+              residual.scalar_type());
+  TORCH_CHECK(!sum_dtype || is_supported_pair(residual.scalar_type(), *sum_dtype), op,
+              ": residual_dtype must be the dtype of residual, ", residual.scalar_type(),
+              c10::elementSize(residual.scalar_type()) == 2 ? ", or Float" : "", ", got ",
+              *sum_dtype);
+  check_device(op, "residual", residual, input);
+}
+
+// The output may be wider than a 16-bit input, or narrower than a f32 one.
+inline bool is_supported_output(at::ScalarType input, at::ScalarType output) {
+  return is_supported_pair(input, output) ||
+         (input == at::kFloat && is_supported(output) && c10::elementSize(output) == 2);
+}
+
 inline void check_kinds(const char* op, const at::Tensor& input,
                         const std::optional<at::Tensor>& residual,
                         const std::optional<at::Tensor>& weight,
-                        const std::optional<at::Tensor>& bias) {
+                        const std::optional<at::Tensor>& bias,
+                        std::optional<at::ScalarType> output_dtype,
+                        std::optional<at::ScalarType> sum_dtype) {
   check_input_kind(op, "input", input);
   if (residual) {
-    check_like_input_kind(op, "residual", *residual, input);
+    check_residual_kind(op, *residual, input, sum_dtype);
   }
+  TORCH_CHECK(!output_dtype || is_supported_output(input.scalar_type(), *output_dtype), op,
+              ": out_dtype must be ",
+              input.scalar_type() == at::kDouble  ? "Double"
+              : input.scalar_type() == at::kFloat ? "Float, Half or BFloat16"
+              : input.scalar_type() == at::kHalf  ? "Half or Float"
+                                                  : "BFloat16 or Float",
+              " for input of ", input.scalar_type(), ", got ", *output_dtype);
   if (weight) {
     check_param_kind(op, "weight", *weight, input);
   }
@@ -104,7 +135,7 @@ inline bool can_cast(const at::Tensor& input, const std::optional<at::Tensor>& r
       return false;
     }
   }
-  fits = fits && (!residual || residual->scalar_type() == input.scalar_type());
+  fits = fits && (!residual || is_supported_pair(input.scalar_type(), residual->scalar_type()));
   fits = fits && (!weight || is_supported_pair(input.scalar_type(), weight->scalar_type()));
   fits = fits && (!bias || is_supported_pair(input.scalar_type(), bias->scalar_type()));
   fits = fits && (!weight || !bias || weight->scalar_type() == bias->scalar_type());
@@ -140,13 +171,63 @@ inline void check_param_shape(const char* op, const char* name, const at::Tensor
               " (the last dimensions of input of shape ", input.sizes(), ")");
 }
 
-// Backward never sees bias, so that the dtype of the parameters comes as an argument of its own.
-inline void check_param_dtype(const char* op, const std::optional<at::Tensor>& weight,
-                              at::ScalarType param_dtype, at::ScalarType input_dtype) {
-  TORCH_CHECK(is_supported_pair(input_dtype, param_dtype) &&
-                  (!weight || weight->scalar_type() == param_dtype),
-              op, ": param_dtype must be the dtype of weight and bias, and fit x of ", input_dtype,
-              ", got ", param_dtype);
+inline void check_dropout(const char* op, double p, const std::optional<at::Tensor>& rng_state,
+                          const at::Tensor& input) {
+  TORCH_CHECK_VALUE(p >= 0 && p <= 1, op,
+                    ": dropout probability has to be between 0 and 1, but got ", p);
+  TORCH_CHECK(
+      p == 0 || (rng_state && rng_state->scalar_type() == at::kLong && rng_state->dim() == 1 &&
+                 rng_state->numel() == 2 && rng_state->is_contiguous() &&
+                 (rng_state->is_cpu() || rng_state->device() == input.device())),
+      op, ": dropout needs an rng_state: seed and offset, Long of shape [2] on the CPU or ",
+      input.device());
+}
+
+// Whether input and residual have one gradient.
+inline bool shares_gradient(double dropout_p, at::ScalarType input_dtype,
+                            std::optional<at::ScalarType> residual_dtype) {
+  return dropout_p == 0 && residual_dtype.value_or(input_dtype) == input_dtype;
+}
+
+// Backward may see neither the input nor the parameters, so that their dtypes are arguments.
+inline void check_backward_dtypes(const char* op, at::ScalarType x, at::ScalarType grad_output,
+                                  at::ScalarType input, std::optional<at::ScalarType> residual,
+                                  at::ScalarType param) {
+  const bool one_precision = (x == at::kDouble) == (grad_output == at::kDouble);
+  TORCH_CHECK(one_precision, op, ": grad_output of ", grad_output, " does not fit x of ", x);
+  TORCH_CHECK(is_supported(input) && (x == at::kDouble) == (input == at::kDouble), op,
+              ": input_dtype of ", input, " does not fit x of ", x);
+  TORCH_CHECK(!residual || is_supported_pair(input, *residual), op,
+              ": residual_dtype must be input_dtype, or fit it, got ", residual.value_or(input));
+  TORCH_CHECK(is_supported_pair(input, param), op,
+              ": param_dtype must be the dtype of weight and bias, and fit input_dtype of ", input,
+              ", got ", param);
+}
+
+inline void check_param(const char* op, const char* name, const at::Tensor& param,
+                        at::ScalarType dtype, at::IntArrayRef normalized_shape,
+                        const at::Tensor& x) {
+  check_dense(op, name, param);
+  TORCH_CHECK(param.scalar_type() == dtype, op, ": param_dtype must be the dtype of ", name, ", ",
+              param.scalar_type(), ", got ", dtype);
+  check_device(op, name, param, x);
+  check_param_shape(op, name, param, normalized_shape, x);
+}
+
+inline void check_main_grads(const char* op, std::array<bool, 2> wanted,
+                             const std::optional<at::Tensor>& weight,
+                             const std::optional<at::Tensor>& bias, at::IntArrayRef shape,
+                             at::ScalarType compute, at::Device device) {
+  TORCH_CHECK(wanted[0] == weight.has_value() && wanted[1] == bias.has_value(), op,
+              ": of the wanted gradients of weight and bias, either all or none have a main_grad");
+  for (const auto* const main_grad : {&weight, &bias}) {
+    TORCH_CHECK(!*main_grad || ((*main_grad)->scalar_type() == at::kFloat &&
+                                compute == at::kFloat && (*main_grad)->sizes() == shape &&
+                                (*main_grad)->is_contiguous() && (*main_grad)->device() == device),
+                op, ": main_grad must be a contiguous Float tensor of shape ", shape, " on ",
+                device, ", got ", (*main_grad)->scalar_type(), " of shape ", (*main_grad)->sizes(),
+                " on ", (*main_grad)->device());
+  }
 }
 
 inline void check_stats(const char* op, const at::Tensor& stats, at::IntArrayRef shape,

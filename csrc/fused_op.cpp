@@ -14,14 +14,16 @@
 TORCH_LIBRARY(fused_op, m) {
   m.def(
       "norm_forward(str norm, Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, "
-      "int normalized_ndim, float eps, bool zero_centered, bool save_stats) "
+      "Tensor? rng_state, int normalized_ndim, float eps, bool zero_centered, float dropout_p, "
+      "ScalarType? output_dtype, ScalarType? sum_dtype, bool save_stats) "
       "-> (Tensor output, Tensor sum, Tensor stats)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "norm_backward(str norm, Tensor grad_output, Tensor? grad_sum, Tensor x, Tensor? weight, "
-      "Tensor stats, int normalized_ndim, bool zero_centered, ScalarType param_dtype, "
-      "bool[3] wanted) "
-      "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+      "Tensor? bias, Tensor stats, Tensor? rng_state, int normalized_ndim, bool zero_centered, "
+      "float dropout_p, bool x_is_output, ScalarType input_dtype, ScalarType? residual_dtype, "
+      "ScalarType param_dtype, bool[4] wanted) "
+      "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
       {at::Tag::pt2_compliant_tag});
 }
 
@@ -41,6 +43,8 @@ PYBIND11_MODULE(fused_op_cuda, m) {
   m.def("norm", &fused_op::route_norm);
   m.def("norm_forward", &fused_op::route_norm_forward);
   m.def("norm_backward", &fused_op::route_norm_backward);
+  m.def("norm_backward_into", &fused_op::route_norm_backward_into);
+  m.def("dropout_state", &fused_op::route_dropout_state);
 
   m.attr("AUTOGRAD") = int{fused_op::kAutograd};
   m.attr("DISPATCH") = int{fused_op::kDispatch};

@@ -1,6 +1,6 @@
 // The op layer: check, allocate, fill the arguments, run on the backend. Both ops read like that
 // from top to bottom. Torch tensors end here; CUDA and Python are not known here.
-#include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "backend.h"
@@ -54,8 +54,15 @@ struct Shape {
   bool empty() const { return rows == 0 || cols == 0; }
 };
 
-// The distance from row to row, if every row is dense and that distance is always the same.
-std::optional<std::int64_t> row_stride(const at::Tensor& tensor, const Shape& shape) {
+// How a kernel finds the rows of a tensor.
+struct RowLayout {
+  std::int64_t stride;
+  std::uint32_t inner = 0;  // rows until the outer stride takes over; 0: never
+  std::int64_t outer_stride = 0;
+};
+
+// The layout, if every row is dense and its rows are one or two strides apart.
+std::optional<RowLayout> row_layout(const at::Tensor& tensor, const Shape& shape) {
   const at::IntArrayRef sizes = tensor.sizes();
   const at::IntArrayRef strides = tensor.strides();
   const auto leading = static_cast<std::int64_t>(shape.leading.size());
@@ -67,19 +74,29 @@ std::optional<std::int64_t> row_stride(const at::Tensor& tensor, const Shape& sh
     }
     expected *= sizes[dim];
   }
-  std::optional<std::int64_t> stride;
+  RowLayout layout{shape.cols};
+  int levels = 0;
+  std::int64_t rows = 1;
   for (; dim >= 0; --dim) {
     if (sizes[dim] == 1) {
       continue;  // its stride is never used
     }
-    if (!stride) {
-      stride = strides[dim];
+    if (levels == 0) {
+      layout.stride = strides[dim];
+      levels = 1;
     } else if (strides[dim] != expected) {
-      return std::nullopt;
+      constexpr std::int64_t kMaxRows = std::int64_t{1} << 31;  // as RowSplit divides
+      if (levels == 2 || shape.rows >= kMaxRows) {
+        return std::nullopt;
+      }
+      layout.inner = static_cast<std::uint32_t>(rows);
+      layout.outer_stride = strides[dim];
+      levels = 2;
     }
     expected = strides[dim] * sizes[dim];
+    rows *= sizes[dim];
   }
-  return stride.value_or(shape.cols);
+  return layout;
 }
 
 bool is_aligned(const at::Tensor& tensor, std::uintptr_t bytes) {
@@ -91,8 +108,18 @@ bool is_aligned(const at::Tensor& tensor, std::uintptr_t bytes) {
 
 // Arguments as kernels can read them: the tensor itself where possible, else a contiguous copy.
 // Addresses must be multiples of the element size; those of views of raw bytes may be others.
-at::Tensor readable_rows(const at::Tensor& tensor, const Shape& shape) {
-  const bool readable = is_aligned(tensor, tensor.element_size()) && row_stride(tensor, shape);
+at::Tensor readable_rows(const at::Tensor& tensor, const Shape& shape, bool in_vectors = false) {
+  const std::optional<RowLayout> layout = row_layout(tensor, shape);
+  std::uintptr_t alignment = tensor.element_size();
+  bool readable = layout.has_value();
+  if (readable && (layout->inner != 0 || in_vectors) &&
+      tensor.is_cuda()) {  // as norm_args.h has it
+    alignment = kVectorBytes;
+    for (const std::int64_t elements : {shape.cols, layout->stride, layout->outer_stride}) {
+      readable = readable && elements * tensor.element_size() % kVectorBytes == 0;
+    }
+  }
+  readable = readable && is_aligned(tensor, alignment);
   return readable ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
@@ -128,7 +155,17 @@ struct Parameters {
 };
 
 ConstRows const_rows(const at::Tensor& readable, const Shape& shape) {
-  return {readable.const_data_ptr(), *row_stride(readable, shape)};
+  const RowLayout layout = *row_layout(readable, shape);
+  ConstRows rows{readable.const_data_ptr(), to_dtype(readable.scalar_type()), layout.stride, {}};
+  if (layout.inner != 0) {
+    rows.split = RowSplit(layout.inner, layout.outer_stride);
+  }
+  return rows;
+}
+
+Rows dense_rows(const at::Tensor& tensor) {
+  return tensor.defined() ? Rows{tensor.mutable_data_ptr(), to_dtype(tensor.scalar_type())}
+                          : Rows{};
 }
 
 const void* const_pointer(const OptionalTensor& tensor) {
@@ -139,16 +176,38 @@ void* pointer(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
 }
 
+// p and the state as the kernels take them.
+Dropout to_dropout(double p, const OptionalTensor& rng_state) {
+  Dropout dropout;
+  dropout.active = p > 0;
+  if (!dropout.active) {
+    return dropout;
+  }
+  dropout.threshold = static_cast<std::uint32_t>(std::lround(p * 65536));  // p = 1: above all
+  dropout.wide_scale = p == 1 ? 0 : 1 / (1 - p);
+  dropout.scale = static_cast<float>(dropout.wide_scale);
+  const auto* const state = rng_state->const_data_ptr<std::int64_t>();
+  if (rng_state->is_cpu()) {
+    dropout.seed = static_cast<std::uint64_t>(state[0]);
+    dropout.offset = static_cast<std::uint64_t>(state[1]);
+  } else {
+    dropout.state = state;
+  }
+  return dropout;
+}
+
 }  // namespace
 
 ThreeTensors norm_forward(std::string_view norm, const at::Tensor& input,
                           const OptionalTensor& residual, const OptionalTensor& weight,
-                          const OptionalTensor& bias, std::int64_t normalized_ndim, double eps,
-                          bool zero_centered, bool save_stats) {
+                          const OptionalTensor& bias, const OptionalTensor& rng_state,
+                          std::int64_t normalized_ndim, double eps, bool zero_centered,
+                          double dropout_p, OptionalDtype output_dtype, OptionalDtype sum_dtype,
+                          bool save_stats) {
   const NormKind kind = parse_norm(norm);
   const char* const op = op_name(norm, residual.has_value());
   check_eps(op, eps);
-  check_kinds(op, input, residual, weight, bias);
+  check_kinds(op, input, residual, weight, bias, output_dtype, sum_dtype);
   check_bias_allowed(op, kind == NormKind::kLayerNorm, bias.has_value());
   if (normalized_ndim == 0) {
     normalized_ndim = weight ? weight->dim() : bias ? bias->dim() : 1;
@@ -164,12 +223,15 @@ ThreeTensors norm_forward(std::string_view norm, const at::Tensor& input,
   if (bias) {
     check_param_shape(op, "bias", *bias, shape.normalized, input);
   }
+  check_dropout(op, dropout_p, rng_state, input);
 
-  const at::ScalarType dtype = input.scalar_type();
   const at::Device device = input.device();
-  const at::Tensor output = backend::empty(input.sizes(), dtype, device);
+  const at::Tensor output =
+      backend::empty(input.sizes(), output_dtype.value_or(input.scalar_type()), device);
   at::Tensor sum;
+  at::ScalarType dtype = input.scalar_type();  // of what is normalised
   if (residual) {
+    dtype = sum_dtype.value_or(residual->scalar_type());
     sum = backend::empty(input.sizes(), dtype, device);
   }
   at::Tensor stats;
@@ -184,8 +246,11 @@ ThreeTensors norm_forward(std::string_view norm, const at::Tensor& input,
   }
 
   // These own what the pointers point into until the kernel has been queued.
-  const at::Tensor input_rows = readable_rows(input, shape);
-  const at::Tensor residual_rows = residual ? readable_rows(*residual, shape) : at::Tensor();
+  const bool in_vectors = dropout_p > 0 && residual && input.scalar_type() == dtype &&
+                          is_vector_dropout(to_dtype(dtype), shape.cols);
+  const at::Tensor input_rows = readable_rows(input, shape, in_vectors);
+  const at::Tensor residual_rows =
+      residual ? readable_rows(*residual, shape, in_vectors) : at::Tensor();
   const Parameters parameters(weight, bias, zero_centered, stats_dtype(dtype));
   const OptionalTensor& any = parameters.weight ? parameters.weight : parameters.bias;
 
@@ -201,24 +266,43 @@ ThreeTensors norm_forward(std::string_view norm, const at::Tensor& input,
   }
   args.weight = const_pointer(parameters.weight);
   args.bias = const_pointer(parameters.bias);
-  args.output = pointer(output);
+  args.output = dense_rows(output);
   args.sum = pointer(sum);
   args.stats = pointer(stats);
   args.eps = eps;
+  args.dropout = to_dropout(dropout_p, rng_state);
   backend::norm_forward(args, device);
   return {output, sum, stats};
 }
 
-ThreeTensors norm_backward(std::string_view norm, const at::Tensor& grad_output,
-                           const OptionalTensor& grad_sum, const at::Tensor& x,
-                           const OptionalTensor& weight, const at::Tensor& stats,
-                           std::int64_t normalized_ndim, bool zero_centered,
-                           at::ScalarType param_dtype, std::array<bool, 3> wanted) {
+FourTensors norm_backward(std::string_view norm, const at::Tensor& grad_output,
+                          const OptionalTensor& grad_sum, const at::Tensor& x,
+                          const OptionalTensor& weight, const OptionalTensor& bias,
+                          const at::Tensor& stats, const OptionalTensor& rng_state,
+                          std::int64_t normalized_ndim, bool zero_centered, double dropout_p,
+                          bool x_is_output, at::ScalarType input_dtype,
+                          OptionalDtype residual_dtype, at::ScalarType param_dtype,
+                          std::array<bool, 4> wanted) {
+  return norm_backward_into(norm, grad_output, grad_sum, x, weight, bias, stats, rng_state,
+                            normalized_ndim, zero_centered, dropout_p, x_is_output, input_dtype,
+                            residual_dtype, param_dtype, wanted, std::nullopt, std::nullopt);
+}
+
+FourTensors norm_backward_into(std::string_view norm, const at::Tensor& grad_output,
+                               const OptionalTensor& grad_sum, const at::Tensor& x,
+                               const OptionalTensor& weight, const OptionalTensor& bias,
+                               const at::Tensor& stats, const OptionalTensor& rng_state,
+                               std::int64_t normalized_ndim, bool zero_centered, double dropout_p,
+                               bool x_is_output, at::ScalarType input_dtype,
+                               OptionalDtype residual_dtype, at::ScalarType param_dtype,
+                               std::array<bool, 4> wanted, const OptionalTensor& weight_main_grad,
+                               const OptionalTensor& bias_main_grad) {
   const NormKind kind = parse_norm(norm);
   const char* const op = "fused_op::norm_backward";
-  check_kinds(op, x, std::nullopt, weight, std::nullopt);
-  check_like_input_kind(op, "grad_output", grad_output, x);
-  check_bias_allowed(op, kind == NormKind::kLayerNorm, wanted[2]);
+  check_input_kind(op, "x", x);
+  check_input_kind(op, "grad_output", grad_output);
+  check_device(op, "grad_output", grad_output, x);
+  check_bias_allowed(op, kind == NormKind::kLayerNorm, wanted[3] || bias.has_value());
   check_normalized_ndim(op, normalized_ndim, x);
   const Shape shape(x, normalized_ndim);
   check_same_shape(op, "grad_output", grad_output, x);
@@ -226,50 +310,73 @@ ThreeTensors norm_backward(std::string_view norm, const at::Tensor& grad_output,
     check_like_input_kind(op, "grad_sum", *grad_sum, x);
     check_same_shape(op, "grad_sum", *grad_sum, x);
   }
+  check_backward_dtypes(op, x.scalar_type(), grad_output.scalar_type(), input_dtype, residual_dtype,
+                        param_dtype);
   if (weight) {
-    check_param_shape(op, "weight", *weight, shape.normalized, x);
+    check_param(op, "weight", *weight, param_dtype, shape.normalized, x);
   }
-  const at::ScalarType dtype = x.scalar_type();
+  if (bias) {
+    check_param(op, "bias", *bias, param_dtype, shape.normalized, x);
+  }
+  check_dropout(op, dropout_p, rng_state, x);
+  TORCH_CHECK(!x_is_output || (dropout_p == 0 && !residual_dtype), op,
+              ": the output stands for x only without dropout and without a residual");
+  const at::ScalarType compute = stats_dtype(x.scalar_type());
   const at::Device device = x.device();
-  check_param_dtype(op, weight, param_dtype, dtype);
-  check_stats(op, stats, {stats_rows(kind), shape.rows}, stats_dtype(dtype), device);
+  check_stats(op, stats, {stats_rows(kind), shape.rows}, compute, device);
 
   // As Parameters has them; their gradients are rounded to the dtype that is asked for at the end.
-  const at::ScalarType kernel_dtype = zero_centered && weight ? stats_dtype(dtype) : param_dtype;
-  at::Tensor grad_input, grad_weight, grad_bias;
-  if (wanted[0]) {
-    grad_input = backend::empty(x.sizes(), dtype, device);
+  const at::ScalarType kernel_dtype = zero_centered && weight ? compute : param_dtype;
+  const bool one_gradient = shares_gradient(dropout_p, input_dtype, residual_dtype);
+  at::Tensor grad_input, grad_residual, grad_weight, grad_bias;
+  if (wanted[0] || (one_gradient && wanted[1])) {
+    grad_input = backend::empty(x.sizes(), input_dtype, device);
   }
-  if (wanted[1]) {
-    grad_weight = backend::empty(shape.normalized, kernel_dtype, device);
+  if (wanted[1] && !one_gradient) {
+    grad_residual = backend::empty(x.sizes(), *residual_dtype, device);
   }
-  if (wanted[2]) {
-    grad_bias = backend::empty(shape.normalized, kernel_dtype, device);
+  const bool add_grads = weight_main_grad || bias_main_grad;
+  if (add_grads) {
+    check_main_grads(op, {wanted[2], wanted[3]}, weight_main_grad, bias_main_grad, shape.normalized,
+                     compute, device);
+    grad_weight = weight_main_grad.value_or(at::Tensor());
+    grad_bias = bias_main_grad.value_or(at::Tensor());
+  } else {
+    if (wanted[2]) {
+      grad_weight = backend::empty(shape.normalized, kernel_dtype, device);
+    }
+    if (wanted[3]) {
+      grad_bias = backend::empty(shape.normalized, kernel_dtype, device);
+    }
   }
-  const auto results = [&]() -> ThreeTensors {
+  const auto results = [&]() -> FourTensors {
     const auto rounded = [&](const at::Tensor& gradient) {
-      return gradient.defined() ? gradient.to(param_dtype) : gradient;
+      return add_grads ? at::Tensor() : gradient.defined() ? gradient.to(param_dtype) : gradient;
     };
-    return {grad_input, rounded(grad_weight), rounded(grad_bias)};
+    return {grad_input, grad_residual, rounded(grad_weight), rounded(grad_bias)};
   };
   if (shape.empty()) {
     for (at::Tensor* const gradient : {&grad_weight, &grad_bias}) {
-      if (gradient->defined()) {
+      if (gradient->defined() && !add_grads) {
         gradient->zero_();
       }
     }
     return results();
   }
 
-  const at::Tensor x_rows = readable_rows(x, shape);
-  const at::Tensor grad_output_rows = readable_rows(grad_output, shape);
-  const at::Tensor grad_sum_rows = grad_sum ? readable_rows(*grad_sum, shape) : at::Tensor();
-  const Parameters parameters(weight, std::nullopt, zero_centered, stats_dtype(dtype));
+  const bool in_vectors = dropout_p > 0 && residual_dtype &&
+                          grad_output.scalar_type() == x.scalar_type() &&
+                          is_vector_dropout(to_dtype(x.scalar_type()), shape.cols);
+  const at::Tensor x_rows = readable_rows(x, shape, in_vectors);
+  const at::Tensor grad_output_rows = readable_rows(grad_output, shape, in_vectors);
+  const at::Tensor grad_sum_rows =
+      grad_sum ? readable_rows(*grad_sum, shape, in_vectors) : at::Tensor();
+  const Parameters parameters(weight, x_is_output ? bias : std::nullopt, zero_centered, compute);
   const at::Tensor dense_stats = readable_dense(stats, stats.element_size());
 
   NormBackwardArgs args;
   args.kind = kind;
-  args.dtype = to_dtype(dtype);
+  args.dtype = to_dtype(x.scalar_type());
   args.param_dtype = to_dtype(kernel_dtype);
   args.rows = shape.rows;
   args.cols = shape.cols;
@@ -279,10 +386,16 @@ ThreeTensors norm_backward(std::string_view norm, const at::Tensor& grad_output,
     args.grad_sum = const_rows(grad_sum_rows, shape);
   }
   args.weight = const_pointer(parameters.weight);
+  args.bias = const_pointer(parameters.bias);
   args.stats = dense_stats.const_data_ptr();
-  args.grad_input = pointer(grad_input);
+  args.grad_input = dense_rows(grad_input);
+  args.grad_residual = dense_rows(grad_residual);
   args.grad_weight = pointer(grad_weight);
   args.grad_bias = pointer(grad_bias);
+  args.add_grads = add_grads;
+  args.x_is_output = x_is_output;
+  args.dropout = to_dropout(dropout_p, rng_state);
+  args.drops_input = dropout_p > 0 && residual_dtype.has_value();
   const auto bytes = static_cast<std::int64_t>(backend::norm_backward_workspace(args, device));
   const at::Tensor workspace =
       bytes > 0 ? backend::empty({bytes}, at::kByte, device) : at::Tensor();

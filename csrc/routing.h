@@ -6,12 +6,15 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/randint.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <initializer_list>
+#include <limits>
 
+#include "backend.h"
 #include "checks.h"
 #include "fused_op.h"
 
@@ -70,9 +73,10 @@ inline const at::Tensor* address(const OptionalTensor& tensor) {
 // A kernel as the dispatcher takes it: AOTInductor has no place for an undefined result.
 template <auto kKernel>
 struct Dispatched;
-template <typename... Rest, ThreeTensors (*kKernel)(std::string_view, const at::Tensor&, Rest...)>
+template <typename Results, typename... Rest,
+          Results (*kKernel)(std::string_view, const at::Tensor&, Rest...)>
 struct Dispatched<kKernel> {
-  static ThreeTensors call(std::string_view norm, const at::Tensor& first, Rest... rest) {
+  static Results call(std::string_view norm, const at::Tensor& first, Rest... rest) {
     auto results = kKernel(norm, first, rest...);
     const auto define = [&](at::Tensor& tensor) {
       tensor = tensor.defined() ? tensor : first.new_empty({0});
@@ -100,21 +104,57 @@ auto call(Kernel* kernel, const char* op, const CallKeys& keys, const at::Tensor
 // norm_forward and norm_backward for tensors of any kind.
 inline ThreeTensors route_norm_forward(std::string_view norm, const at::Tensor& input,
                                        const OptionalTensor& residual, const OptionalTensor& weight,
-                                       const OptionalTensor& bias, std::int64_t normalized_ndim,
-                                       double eps, bool zero_centered, bool save_stats) {
+                                       const OptionalTensor& bias, const OptionalTensor& rng_state,
+                                       std::int64_t normalized_ndim, double eps, bool zero_centered,
+                                       double dropout_p, OptionalDtype output_dtype,
+                                       OptionalDtype sum_dtype, bool save_stats) {
   const CallKeys keys({&input, address(residual), address(weight), address(bias)});
   return call(norm_forward, "fused_op::norm_forward", keys, input, norm, input, residual, weight,
-              bias, normalized_ndim, eps, zero_centered, save_stats);
+              bias, rng_state, normalized_ndim, eps, zero_centered, dropout_p, output_dtype,
+              sum_dtype, save_stats);
 }
 
-inline ThreeTensors route_norm_backward(std::string_view norm, const at::Tensor& grad_output,
-                                        const OptionalTensor& grad_sum, const at::Tensor& x,
-                                        const OptionalTensor& weight, const at::Tensor& stats,
-                                        std::int64_t normalized_ndim, bool zero_centered,
-                                        at::ScalarType param_dtype, std::array<bool, 3> wanted) {
-  const CallKeys keys({&grad_output, address(grad_sum), &x, address(weight), &stats});
+inline FourTensors route_norm_backward(std::string_view norm, const at::Tensor& grad_output,
+                                       const OptionalTensor& grad_sum, const at::Tensor& x,
+                                       const OptionalTensor& weight, const OptionalTensor& bias,
+                                       const at::Tensor& stats, const OptionalTensor& rng_state,
+                                       std::int64_t normalized_ndim, bool zero_centered,
+                                       double dropout_p, bool x_is_output,
+                                       at::ScalarType input_dtype, OptionalDtype residual_dtype,
+                                       at::ScalarType param_dtype, std::array<bool, 4> wanted) {
+  const CallKeys keys(
+      {&grad_output, address(grad_sum), &x, address(weight), address(bias), &stats});
   return call(norm_backward, "fused_op::norm_backward", keys, x, norm, grad_output, grad_sum, x,
-              weight, stats, normalized_ndim, zero_centered, param_dtype, wanted);
+              weight, bias, stats, rng_state, normalized_ndim, zero_centered, dropout_p,
+              x_is_output, input_dtype, residual_dtype, param_dtype, wanted);
+}
+
+// Python asks for main_grad only where the kernel is called at once.
+inline FourTensors route_norm_backward_into(
+    std::string_view norm, const at::Tensor& grad_output, const OptionalTensor& grad_sum,
+    const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+    const at::Tensor& stats, const OptionalTensor& rng_state, std::int64_t normalized_ndim,
+    bool zero_centered, double dropout_p, bool x_is_output, at::ScalarType input_dtype,
+    OptionalDtype residual_dtype, at::ScalarType param_dtype, std::array<bool, 4> wanted,
+    const OptionalTensor& weight_main_grad, const OptionalTensor& bias_main_grad) {
+  const CallKeys keys({&grad_output, address(grad_sum), &x, address(weight), address(bias), &stats,
+                       address(weight_main_grad), address(bias_main_grad)});
+  TORCH_CHECK(keys.is_plain(),
+              "fused_op: main_grad is added to in eager calls of plain tensors only, not under "
+              "torch.compile, function transforms or in tensor subclasses");
+  return norm_backward_into(norm, grad_output, grad_sum, x, weight, bias, stats, rng_state,
+                            normalized_ndim, zero_centered, dropout_p, x_is_output, input_dtype,
+                            residual_dtype, param_dtype, wanted, weight_main_grad, bias_main_grad);
+}
+
+// Seed and offset for the dropout of a call with this input.
+inline at::Tensor route_dropout_state(const at::Tensor& input) {
+  if (CallKeys({&input}).is_plain()) {
+    return backend::dropout_state(input.device());
+  }
+  // By an operation that function transforms, fake tensors and modes see.
+  constexpr std::int64_t kHigh = std::numeric_limits<std::int64_t>::max();
+  return at::randint(kHigh, {2}, at::TensorOptions(at::kLong).device(input.device()));
 }
 
 inline const at::Tensor& as_tensor(const char* op, const char* name, py::handle object) {
@@ -132,8 +172,10 @@ inline OptionalTensor as_optional_tensor(const char* op, const char* name, py::h
 // because pybind11's own TypeError prints their values, which synchronises with the device.
 inline py::object route_norm(std::string_view norm, py::handle input_object,
                              py::handle residual_object, py::handle weight_object,
-                             py::handle bias_object, std::int64_t normalized_ndim, double eps,
-                             bool zero_centered) {
+                             py::handle bias_object, const OptionalTensor& rng_state,
+                             std::int64_t normalized_ndim, double eps, bool zero_centered,
+                             double dropout_p, OptionalDtype output_dtype,
+                             OptionalDtype sum_dtype) {
   const char* const op = op_name(norm, !residual_object.is_none());
   const at::Tensor& input = as_tensor(op, "input", input_object);
   const OptionalTensor residual = as_optional_tensor(op, "residual", residual_object);
@@ -145,13 +187,13 @@ inline py::object route_norm(std::string_view norm, py::handle input_object,
   }
   if (keys.is_plain() && !keys.needs_grad()) {
     const auto [output, sum, stats] =
-        call(norm_forward, "", keys, input, norm, input, residual, weight, bias, normalized_ndim,
-             eps, zero_centered, false);
+        call(norm_forward, "", keys, input, norm, input, residual, weight, bias, rng_state,
+             normalized_ndim, eps, zero_centered, dropout_p, output_dtype, sum_dtype, false);
     return residual ? py::object(py::make_tuple(output, sum)) : py::cast(output);
   }
   // Said here rather than by the kernel: what is not plain may never reach one.
   check_eps(op, eps);
-  check_kinds(op, input, residual, weight, bias);
+  check_kinds(op, input, residual, weight, bias, output_dtype, sum_dtype);
   return py::int_(int{keys.is_plain()         ? kAutograd
                       : keys.is_transformed() ? kComposite
                                               : kDispatch});

@@ -5,7 +5,7 @@ Tensors are checked in ``csrc/checks.h``, once for every caller.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,20 +20,45 @@ def rms_eps(input: Tensor, eps: float | None) -> float:
     return torch.finfo(compute_dtype(input)).eps
 
 
-def as_float(eps: Any) -> float:
-    is_number = hasattr(eps, "__float__") or hasattr(eps, "__index__")
-    if isinstance(eps, Tensor):
-        is_number = eps.dim() == 0 and not eps.requires_grad
+def as_float(name: str, value: Any) -> float:
+    is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
+    if isinstance(value, Tensor):
+        is_number = value.dim() == 0 and not value.requires_grad
     if not is_number:
-        raise TypeError(f"fused_op: argument 'eps' must be float, not {type(eps).__name__}")
-    return float(eps)
+        raise TypeError(f"fused_op: argument '{name}' must be float, not {type(value).__name__}")
+    return float(value)
 
 
-def refuse_as_bool(name: str, value: Any) -> NoReturn:
-    """For whatever is no bool, as PyTorch has it: neither 0 and 1 nor NumPy's are taken for one."""
-    kind = type(value)  # NumPy's is a bool by name, too
-    found = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-    raise TypeError(f"fused_op: argument '{name}' must be bool, not {found}")
+def check_bools(**values: Any) -> None:
+    """As PyTorch has it: neither 0 and 1 nor NumPy's bool are taken for one."""
+    for name, value in values.items():
+        kind = type(value)
+        if kind is not bool:  # NumPy's has the same name
+            found = kind.__name__
+            if kind.__module__ != "builtins":
+                found = f"{kind.__module__}.{found}"
+            raise TypeError(f"fused_op: argument '{name}' must be bool, not {found}")
+
+
+def check_options(
+    norm: str, dropout_p: Any, output_dtype: Any, sum_dtype: Any, memory_efficient: Any
+) -> float:
+    """``dropout_p`` as a float, after a check of what is not usually given."""
+    check_bools(memory_efficient=memory_efficient)
+    for name, dtype in (("out_dtype", output_dtype), ("residual_dtype", sum_dtype)):
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(
+                f"fused_op: argument '{name}' must be torch.dtype, not {type(dtype).__name__}"
+            )
+    p = as_float("dropout_p", dropout_p)
+    if not 0 <= p <= 1:  # nor NaN
+        raise ValueError(f"fused_op: dropout probability has to be between 0 and 1, but got {p}")
+    if memory_efficient and p > 0:
+        raise ValueError(
+            f"fused_{norm}: memory_efficient=True keeps the output for backward, and dropout "
+            "drops elements of it: use one of them"
+        )
+    return p
 
 
 def check_tensor(name: str, value: Any) -> None:

@@ -20,23 +20,33 @@ def _norm_forward(
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
+    rng_state: Tensor | None,
     normalized_ndim: int,
     eps: float,
     zero_centered: bool,
+    dropout_p: float,
+    output_dtype: torch.dtype | None,
+    sum_dtype: torch.dtype | None,
     save_stats: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     affine = weight if weight is not None else bias
     ndim = normalized_ndim or (1 if affine is None else affine.dim())
     rows = math.prod(input.shape[: input.dim() - ndim])
     count = 2 if norm == "layer_norm" else 1
-    output = input.new_empty(input.shape)
-    return (
-        output,
-        input.new_empty(0 if residual is None else input.shape),
-        input.new_empty((count, rows), dtype=compute_dtype(input))
-        if save_stats
-        else input.new_empty(0),
-    )
+    sum = input.new_empty(0)
+    if residual is not None:
+        sum = input.new_empty(input.shape, dtype=sum_dtype or residual.dtype)
+    stats = input.new_empty(0)
+    if save_stats:
+        stats = input.new_empty((count, rows), dtype=compute_dtype(input))
+    return input.new_empty(input.shape, dtype=output_dtype or input.dtype), sum, stats
+
+
+def shares_gradient(
+    dropout_p: float, input_dtype: torch.dtype, residual_dtype: torch.dtype | None
+) -> bool:
+    """Whether input and residual have one gradient, as ``csrc/checks.h`` has it."""
+    return dropout_p == 0 and residual_dtype in (None, input_dtype)
 
 
 def _norm_backward(
@@ -45,17 +55,30 @@ def _norm_backward(
     grad_sum: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
+    bias: Tensor | None,
     stats: Tensor,
+    rng_state: Tensor | None,
     normalized_ndim: int,
     zero_centered: bool,
+    dropout_p: float,
+    x_is_output: bool,
+    input_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
     param_dtype: torch.dtype,
     wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shape = x.shape[x.dim() - normalized_ndim :]
+    shared = shares_gradient(dropout_p, input_dtype, residual_dtype)
+    input, residual, *parameters = wanted
+
+    def empty(is_wanted: bool, shape: torch.Size, dtype: torch.dtype | None) -> Tensor:
+        return x.new_empty(shape if is_wanted else 0, dtype=dtype if is_wanted else x.dtype)
+
     return (
-        x.new_empty(x.shape if wanted[0] else 0),
-        x.new_empty(shape, dtype=param_dtype) if wanted[1] else x.new_empty(0),
-        x.new_empty(shape, dtype=param_dtype) if wanted[2] else x.new_empty(0),
+        empty(input or (shared and residual), x.shape, input_dtype),
+        empty(residual and not shared, x.shape, residual_dtype),
+        empty(parameters[0], shape, param_dtype),
+        empty(parameters[1], shape, param_dtype),
     )
 
 

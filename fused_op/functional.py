@@ -10,7 +10,7 @@ call while the kernels are ``disabled()``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_op_cuda
 
-from . import _ops as _ops  # the fake kernels
 from . import reference
-from ._arguments import as_float, check_tensor, count_normalized, refuse_as_bool, rms_eps
+from ._arguments import (
+    as_float,
+    check_bools,
+    check_options,
+    check_tensor,
+    count_normalized,
+    rms_eps,
+)
 from ._disabled import open_blocks
+from ._main_grad import add_to_main_grad
+from ._ops import shares_gradient
 from .reference import Norm, Shape
 
 _Result = TypeVar("_Result")
@@ -37,6 +45,10 @@ def fused_layer_norm(
     *,
     normalized_shape: Shape | None = None,
     zero_centered: bool = False,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    out_dtype: torch.dtype | None = None,
+    memory_efficient: bool = False,
 ) -> Tensor:
     """Layer norm: ``(input - mean) / sqrt(var + eps) * weight + bias`` over the last dimensions.
 
@@ -52,15 +64,26 @@ def fused_layer_norm(
         zero_centered: multiply by ``1 + weight``, for weights that are kept minus one, as Gemma's
             and those of Megatron's LayerNorm1p. The 1 is added in the precision of the arithmetic.
             ``weight=None`` means a factor of 1 here too.
+        dropout_p: probability with which an element of the output becomes 0; the others are
+            divided by ``1 - dropout_p``. The mask follows ``torch.manual_seed``; it is made in the
+            same kernel and again in backward, and never stored.
+        training: False: no dropout.
+        out_dtype: dtype of the output: float32 for a 16-bit input, any but float64 for float32;
+            default: that of ``input``.
+        memory_efficient: save the output for backward instead of the input, which needs less memory
+            where the output is kept anyway, as by a linear layer behind it. Backward takes the
+            normalised values from the output, by a division by the weight: they carry the rounding
+            of the output's dtype, weights closer to zero than 1e-5 are taken for 1e-5, and there is
+            no second derivative. Not together with dropout.
 
     Returns:
-        A contiguous tensor of the shape and dtype of ``input``. The arithmetic is in float32
-        (float64 for float64) and the result is rounded once.
+        A contiguous tensor of the shape of ``input``, in ``out_dtype``. The arithmetic is in
+        float32 (float64 for float64) and the result is rounded once.
 
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
         TypeError: an argument is of the wrong kind.
-        ValueError: ``eps`` is NaN or infinite.
+        ValueError: ``eps`` is NaN or infinite, or ``dropout_p`` is not between 0 and 1.
 
     Source: Ba, Kiros and Hinton 2016 (https://arxiv.org/abs/1607.06450).
     """
@@ -70,9 +93,16 @@ def fused_layer_norm(
             *(input, weight, bias, eps),
             normalized_shape=normalized_shape,
             zero_centered=zero_centered,
+            dropout_p=dropout_p,
+            training=training,
+            out_dtype=out_dtype,
+            memory_efficient=memory_efficient,
         )
     ndim = 0 if normalized_shape is None else count_normalized(input, normalized_shape)
-    output: Tensor = _norm("layer_norm", input, None, weight, bias, eps, ndim, zero_centered)
+    output: Tensor = _norm(
+        *("layer_norm", input, None, weight, bias, eps, ndim, zero_centered, dropout_p, training),
+        *(out_dtype, None, memory_efficient),
+    )
     return output
 
 
@@ -83,6 +113,10 @@ def fused_rms_norm(
     *,
     normalized_shape: Shape | None = None,
     zero_centered: bool = False,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    out_dtype: torch.dtype | None = None,
+    memory_efficient: bool = False,
 ) -> Tensor:
     """RMS norm: ``input / sqrt(mean(input²) + eps) * weight`` over the last dimensions.
 
@@ -93,6 +127,10 @@ def fused_rms_norm(
             arithmetic (float32, or float64 for float64), as in ``torch.nn.functional.rms_norm``.
         normalized_shape: as in :func:`fused_layer_norm`.
         zero_centered: as in :func:`fused_layer_norm`.
+        dropout_p: as in :func:`fused_layer_norm`.
+        training: as in :func:`fused_layer_norm`.
+        out_dtype: as in :func:`fused_layer_norm`.
+        memory_efficient: as in :func:`fused_layer_norm`.
 
     Returns:
         As :func:`fused_layer_norm`.
@@ -108,10 +146,17 @@ def fused_rms_norm(
             *(input, weight, eps),
             normalized_shape=normalized_shape,
             zero_centered=zero_centered,
+            dropout_p=dropout_p,
+            training=training,
+            out_dtype=out_dtype,
+            memory_efficient=memory_efficient,
         )
     ndim = 0 if normalized_shape is None else count_normalized(input, normalized_shape)
     eps = rms_eps(input, eps)
-    output: Tensor = _norm("rms_norm", input, None, weight, None, eps, ndim, zero_centered)
+    output: Tensor = _norm(
+        *("rms_norm", input, None, weight, None, eps, ndim, zero_centered, dropout_p, training),
+        *(out_dtype, None, memory_efficient),
+    )
     return output
 
 
@@ -124,21 +169,32 @@ def fused_add_layer_norm(
     *,
     normalized_shape: Shape | None = None,
     zero_centered: bool = False,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Layer norm of ``input + residual`` in one pass, returning the sum as the new residual.
 
     Args:
         input: as in :func:`fused_layer_norm`.
-        residual: of the shape, dtype and device of ``input``.
+        residual: of the shape and device of ``input``, in its dtype or in float32.
         weight: as in :func:`fused_layer_norm`.
         bias: as in :func:`fused_layer_norm`.
         eps: as in :func:`fused_layer_norm`.
         normalized_shape: as in :func:`fused_layer_norm`.
         zero_centered: as in :func:`fused_layer_norm`.
+        dropout_p: probability with which an element of ``input`` becomes 0 before the addition; the
+            others are divided by ``1 - dropout_p``. As in :func:`fused_layer_norm` otherwise.
+        training: False: no dropout.
+        residual_dtype: dtype of the sum, the new residual: that of ``residual`` (the default) or
+            float32. Beside a 16-bit ``input``, ``residual`` may be float32 already.
+        out_dtype: as in :func:`fused_layer_norm`.
 
     Returns:
-        ``(output, sum)``, both like ``input``. The sum is rounded to its dtype, and the statistics
-        are those of the rounded sum. The gradients of ``input`` and ``residual`` may be one tensor.
+        ``(output, sum)``, both of the shape of ``input``. The sum is rounded to its dtype, and the
+        statistics are those of the rounded sum. The gradients of ``input`` and ``residual`` may be
+        one tensor.
 
     Raises:
         RuntimeError, TypeError, ValueError: as :func:`fused_layer_norm`.
@@ -151,11 +207,28 @@ def fused_add_layer_norm(
             *(input, residual, weight, bias, eps),
             normalized_shape=normalized_shape,
             zero_centered=zero_centered,
+            dropout_p=dropout_p,
+            training=training,
+            residual_dtype=residual_dtype,
+            out_dtype=out_dtype,
         )
     check_tensor("residual", residual)
     ndim = 0 if normalized_shape is None else count_normalized(input, normalized_shape)
-    outputs: tuple[Tensor, Tensor]
-    outputs = _norm("layer_norm", input, residual, weight, bias, eps, ndim, zero_centered)
+    outputs: tuple[Tensor, Tensor] = _norm(
+        *(
+            "layer_norm",
+            input,
+            residual,
+            weight,
+            bias,
+            eps,
+            ndim,
+            zero_centered,
+            dropout_p,
+            training,
+        ),
+        *(out_dtype, residual_dtype),
+    )
     return outputs
 
 
@@ -167,16 +240,24 @@ def fused_add_rms_norm(
     *,
     normalized_shape: Shape | None = None,
     zero_centered: bool = False,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """RMS norm of ``input + residual`` in one pass, returning the sum as the new residual.
 
     Args:
         input: as in :func:`fused_layer_norm`.
-        residual: of the shape, dtype and device of ``input``.
+        residual: as in :func:`fused_add_layer_norm`.
         weight: as in :func:`fused_layer_norm`.
         eps: as in :func:`fused_rms_norm`.
         normalized_shape: as in :func:`fused_layer_norm`.
         zero_centered: as in :func:`fused_layer_norm`.
+        dropout_p: as in :func:`fused_add_layer_norm`.
+        training: as in :func:`fused_add_layer_norm`.
+        residual_dtype: as in :func:`fused_add_layer_norm`.
+        out_dtype: as in :func:`fused_add_layer_norm`.
 
     Returns:
         As :func:`fused_add_layer_norm`.
@@ -192,12 +273,18 @@ def fused_add_rms_norm(
             *(input, residual, weight, eps),
             normalized_shape=normalized_shape,
             zero_centered=zero_centered,
+            dropout_p=dropout_p,
+            training=training,
+            residual_dtype=residual_dtype,
+            out_dtype=out_dtype,
         )
     check_tensor("residual", residual)
     ndim = 0 if normalized_shape is None else count_normalized(input, normalized_shape)
     eps = rms_eps(input, eps)
-    outputs: tuple[Tensor, Tensor]
-    outputs = _norm("rms_norm", input, residual, weight, None, eps, ndim, zero_centered)
+    outputs: tuple[Tensor, Tensor] = _norm(
+        *("rms_norm", input, residual, weight, None, eps, ndim, zero_centered, dropout_p, training),
+        *(out_dtype, residual_dtype),
+    )
     return outputs
 
 
@@ -236,6 +323,20 @@ def rms_norm(
     return output
 
 
+class _Call(NamedTuple):
+    """What a call is beside its tensors; what the forward op takes comes first, in its order."""
+
+    norm: Norm
+    normalized_ndim: int  # 0 stands for the default of normalized_shape
+    eps: float
+    zero_centered: bool = False
+    dropout_p: float = 0.0
+    output_dtype: torch.dtype | None = None
+    sum_dtype: torch.dtype | None = None
+    memory_efficient: bool = False
+    main_grad: bool = False  # add the parameters' gradients to their main_grad
+
+
 class _NormFunction(torch.autograd.Function):
     """Every op as one differentiable function; without a residual it returns the output alone.
 
@@ -250,25 +351,16 @@ class _NormFunction(torch.autograd.Function):
         residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        norm: Norm,
-        normalized_ndim: int,
-        eps: float,
-        zero_centered: bool,
+        rng_state: Tensor | None,
+        *call: Any,
     ) -> Any:
-        output, sum = _forward(
-            ctx, norm, input, residual, weight, bias, normalized_ndim, eps, zero_centered
-        )
+        output, sum = _forward(ctx, input, residual, weight, bias, rng_state, _Call(*call))
         return output if residual is None else (output, sum)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_sum: Tensor | None = None) -> Any:
-        input, residual, weight, bias, *_ = ctx.needs_input_grad
-        wanted = (input or residual, weight, bias)
-        grad_x, grad_weight, grad_bias = _backward(ctx, grad_output, grad_sum, wanted)
-        # One tensor for both, as torch.add does: autograd copies where it would be stored twice.
-        grad_input = grad_x if input else None
-        grad_residual = grad_x if residual else None
-        return grad_input, grad_residual, grad_weight, grad_bias, None, None, None, None
+        gradients = _backward(ctx, grad_output, grad_sum, ctx.needs_input_grad[:4])
+        return *gradients, *[None] * (len(ctx.needs_input_grad) - 4)
 
 
 class FusedLayerNormFunction(torch.autograd.Function):
@@ -287,61 +379,88 @@ class FusedLayerNormFunction(torch.autograd.Function):
         eps: float = 1e-5,
     ) -> Any:
         """Run the kernel and save what backward reads."""
-        return _forward(ctx, "layer_norm", input, None, weight, bias, 0, eps, False)[0]
+        return _forward(ctx, input, None, weight, bias, None, _Call("layer_norm", 0, eps))[0]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> Any:
         """Compute the gradients of those of input, weight and bias that need one."""
-        needs = ctx.needs_input_grad
-        return *_backward(ctx, grad_output, None, needs[:3]), *[None] * (len(needs) - 3)
+        input, *parameters = ctx.needs_input_grad
+        wanted = (input, False, *parameters[:2], False, False)[:4]
+        grad_input, _, *gradients = _backward(ctx, grad_output, None, wanted)
+        return (grad_input, *gradients, None)[: len(ctx.needs_input_grad)]
 
 
 def _forward(
     ctx: Any,
-    norm: Norm,
     input: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    normalized_ndim: int,
-    eps: float,
-    zero_centered: bool,
+    rng_state: Tensor | None,
+    call: _Call,
 ) -> tuple[Tensor, Tensor | None]:
-    call = norm, input, residual, weight, bias, normalized_ndim, eps, zero_centered
-    output, sum, stats = _raw_forward()(*call, any(ctx.needs_input_grad))
+    tensors = input, residual, weight, bias, rng_state
+    output, sum, stats = _raw_forward()(call.norm, *tensors, *call[1:7], any(ctx.needs_input_grad))
     affine = weight if weight is not None else bias
-    if affine is None:
-        ctx.constants = norm, eps, normalized_ndim or 1, zero_centered, input.dtype
-    else:
-        ctx.constants = norm, eps, normalized_ndim or affine.dim(), zero_centered, affine.dtype
-    ctx.save_for_backward(input if residual is None else sum, weight, stats)
+    ctx.call = call
+    ctx.dtypes = (
+        input.dtype,
+        None if residual is None else residual.dtype,
+        input.dtype if affine is None else affine.dtype,
+    )
+    ctx.normalized_ndim = call.normalized_ndim or (1 if affine is None else affine.dim())
+    ctx.x_is_output = call.memory_efficient and stats is not None
+    x = output if ctx.x_is_output else input if residual is None else sum
+    kept_bias = bias if ctx.x_is_output or call.main_grad else None
+    ctx.save_for_backward(x, weight, kept_bias, stats, rng_state)
     ctx.set_materialize_grads(False)
     return output, sum
 
 
 def _backward(
-    ctx: Any, grad_output: Tensor | None, grad_sum: Tensor | None, wanted: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    ctx: Any,
+    grad_output: Tensor | None,
+    grad_sum: Tensor | None,
+    wanted: tuple[bool, bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    call, (input_dtype, residual_dtype, _) = ctx.call, ctx.dtypes
+    shared = shares_gradient(call.dropout_p, input_dtype, residual_dtype)
+    x, weight, bias, stats, rng_state = ctx.saved_tensors
     if grad_output is None:
-        return grad_sum, None, None
-    norm, eps, *constants = ctx.constants
-    x, weight, stats = ctx.saved_tensors
+        if shared:
+            return (grad_sum if wanted[0] else None, grad_sum if wanted[1] else None, None, None)
+        grad_output = torch.zeros_like(x, dtype=call.output_dtype or input_dtype)
     backward: Any = fused_op_cuda.norm_backward
     if stats is None or open_blocks:  # no kernel in forward, or none now
-        backward, stats = reference.normalize_backward, eps
+        backward, stats = reference.normalize_backward, call.eps
     elif is_compiling():
         backward = torch.ops.fused_op.norm_backward.default
     elif torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         # This gradient is itself differentiated, or batched by vmap. Means are computed again from
         # x, as PyTorch operations on all that the gradient depends on.
-        backward, stats = reference.normalize_backward, eps
-    grad_x, grad_weight, grad_bias = backward(
-        norm, grad_output, grad_sum, x, weight, stats, *constants, wanted
+        backward, stats = reference.normalize_backward, call.eps
+    if ctx.x_is_output and backward is reference.normalize_backward:
+        raise RuntimeError(
+            f"fused_{call.norm}: with memory_efficient=True the input is not kept, so that its "
+            "gradient can neither be differentiated again nor be computed by other means"
+        )
+    arguments = (
+        *(call.norm, grad_output, grad_sum, x, weight, bias, stats, rng_state),
+        *(ctx.normalized_ndim, call.zero_centered, call.dropout_p, ctx.x_is_output),
+        *(*ctx.dtypes, wanted),
     )
+    if call.main_grad:
+        grad_x, grad_residual, grad_weight, grad_bias = add_to_main_grad(
+            backward, arguments, weight, bias
+        )
+    else:
+        grad_x, grad_residual, grad_weight, grad_bias = backward(*arguments)
+    # One tensor for both, as torch.add does: autograd copies where it would be stored twice.
     return (
         grad_x if wanted[0] else None,
-        grad_weight if wanted[1] else None,
-        grad_bias if wanted[2] else None,
+        (grad_x if shared else grad_residual) if wanted[1] else None,
+        grad_weight if wanted[2] else None,
+        grad_bias if wanted[3] else None,
     )
 
 
@@ -368,30 +487,70 @@ def _norm(
     eps: float,
     normalized_ndim: int,
     zero_centered: bool = False,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    output_dtype: torch.dtype | None = None,
+    sum_dtype: torch.dtype | None = None,
+    memory_efficient: bool = False,
+    main_grad: bool = False,
 ) -> Any:
     """Take one of the routes. ``normalized_ndim`` 0 stands for the default of normalized_shape."""
     if type(eps) is not float:
-        eps = as_float(eps)
-    if type(zero_centered) is not bool:
-        refuse_as_bool("zero_centered", zero_centered)
+        eps = as_float("eps", eps)
+    if type(zero_centered) is not bool or type(training) is not bool:
+        check_bools(zero_centered=zero_centered, training=training)
+    rng_state = None
+    if dropout_p != 0.0 or output_dtype or sum_dtype or memory_efficient:
+        dropout_p = check_options(norm, dropout_p, output_dtype, sum_dtype, memory_efficient)
+        if not training:
+            dropout_p = 0.0
+        if dropout_p:
+            rng_state = _dropout_state(input)
+    tensors = input, residual, weight, bias, rng_state
+    call = (
+        *(norm, normalized_ndim, eps, zero_centered, dropout_p, output_dtype, sum_dtype),
+        *(memory_efficient, main_grad),
+    )
     if is_compiling():
         if torch.is_autocast_enabled(input.device.type):
-            input, residual, weight, bias = _cast(input, residual, weight, bias)
+            tensors = _cast(*tensors)
         if residual is input:  # dynamo cannot trace a Function that gets a tensor twice
-            residual = input.view_as(input)
-        return _dispatch(norm, input, residual, weight, bias, normalized_ndim, eps, zero_centered)
-    route = _check if open_blocks else fused_op_cuda.norm
-    result = route(norm, input, residual, weight, bias, normalized_ndim, eps, zero_centered)
+            tensors = tensors[0], tensors[0].view_as(tensors[0]), *tensors[2:]
+        return _dispatch(tensors, _Call(*call))
+    route: Any = _check if open_blocks else fused_op_cuda.norm
+    result = route(norm, *tensors, *call[1:7])
     if type(result) is not int:
         return result
-    if result == fused_op_cuda.AUTOGRAD:
-        return _apply(input, residual, weight, bias, norm, normalized_ndim, eps, zero_centered)
-    if result == fused_op_cuda.DISPATCH:
-        return _dispatch(norm, input, residual, weight, bias, normalized_ndim, eps, zero_centered)
     if result == fused_op_cuda.CAST:
-        input, residual, weight, bias = _cast(input, residual, weight, bias)
-        return _norm(norm, input, residual, weight, bias, eps, normalized_ndim, zero_centered)
-    return _composite(norm, input, residual, weight, bias, normalized_ndim, eps, zero_centered)
+        tensors = _cast(*tensors)
+        result = route(norm, *tensors, *call[1:7])
+        if type(result) is not int:
+            return result
+    if result == fused_op_cuda.AUTOGRAD:
+        return _apply(*tensors, *call)
+    if result == fused_op_cuda.DISPATCH:
+        return _dispatch(tensors, _Call(*call))
+    return _composite(tensors, _Call(*call))
+
+
+def norm_to_main_grad(
+    norm: Norm, module: Any, input: Tensor, residual: Tensor | None, bias: Tensor | None
+) -> Any:
+    """The call of a module of ``modules.py`` whose parameters' gradients go to ``main_grad``."""
+    ndim = count_normalized(input, module.normalized_shape)
+    eps = module.eps if norm == "layer_norm" else rms_eps(input, module.eps)
+    return _norm(
+        *(norm, input, residual, module.weight, bias, eps, ndim, module.zero_centered),
+        *(module.dropout_p, module.training, module.out_dtype, module.residual_dtype),
+        *(module.memory_efficient, True),
+    )
+
+
+def _dropout_state(input: Tensor) -> Tensor:
+    """Seed and offset of one mask, from the generator that PyTorch's own dropout draws from."""
+    if is_compiling():
+        return torch.randint(0, 2**63 - 1, (2,), device=input.device)
+    return fused_op_cuda.dropout_state(input)
 
 
 class _NotPlain(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -408,57 +567,49 @@ def _check(*args: Any) -> int:
     return fused_op_cuda.CAST if result == fused_op_cuda.CAST else fused_op_cuda.COMPOSITE
 
 
-def _composite(
-    norm: Norm,
-    input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    normalized_ndim: int,
-    eps: float,
-    zero_centered: bool,
-) -> Any:
+_Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _composite(tensors: _Tensors, call: _Call) -> Any:
     """The formula in PyTorch's operations."""
+    input, residual, weight, bias, rng_state = tensors
     affine = weight if weight is not None else bias
-    ndim = normalized_ndim or (1 if affine is None else affine.dim())
-    x = input if residual is None else reference.add(input, residual)
-    shape = x.shape[x.dim() - ndim :]
-    output = reference.normalize(norm, x, weight, bias, eps, shape, zero_centered)
-    return output if residual is None else (output, x)
+    ndim = call.normalized_ndim or (1 if affine is None else affine.dim())
+    shape = input.shape[input.dim() - ndim :]
+    output, sum = reference.compute(
+        *(call.norm, input, residual, weight, bias, rng_state, call.eps, shape),
+        *(call.zero_centered, call.dropout_p, call.output_dtype, call.sum_dtype),
+    )
+    return output if residual is None else (output, sum)
 
 
 def _composite_forward(*args: Any) -> tuple[Tensor, Tensor | None, None]:
     """``norm_forward`` without its kernel, and so without statistics for backward."""
-    *call, _ = args
+    norm, input, residual, weight, bias, rng_state, *options, _ = args
     if not is_compiling():
-        _check(*call)
-    result = _composite(*call)
+        _check(*args[:-1])
+    result = _composite((input, residual, weight, bias, rng_state), _Call(norm, *options))
     return (*result, None) if isinstance(result, tuple) else (result, None, None)
 
 
-def _dispatch(
-    norm: Norm,
+def _dispatch(tensors: _Tensors, call: _Call) -> Any:
+    """Through the dispatcher, where each kind of tensor finds its own implementation."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return _NormFunction.apply(*tensors, *call)  # type: ignore[no-untyped-call]
+    output, sum, _ = _raw_forward()(call.norm, *tensors, *call[1:7], False)
+    return output if tensors[1] is None else (output, sum)
+
+
+def _cast(
     input: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    normalized_ndim: int,
-    eps: float,
-    zero_centered: bool,
-) -> Any:
-    """Through the dispatcher, where each kind of tensor finds its own implementation."""
-    tensors = (input, residual, weight, bias)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return _NormFunction.apply(*tensors, norm, normalized_ndim, eps, zero_centered)  # type: ignore[no-untyped-call]
-    output, sum, _ = _raw_forward()(norm, *tensors, normalized_ndim, eps, zero_centered, False)
-    return output if residual is None else (output, sum)
-
-
-def _cast(
-    input: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    rng_state: Tensor | None,
+) -> _Tensors:
     """Under autocast, dtypes that do not fit together meet in the wider one, and lose nothing."""
-    if residual is not None:
+    wider = residual is not None and residual.dtype == torch.float32 and input.dtype.itemsize == 2
+    if residual is not None and not wider:
         dtype = torch.promote_types(input.dtype, residual.dtype)
         input, residual = input.to(dtype), residual.to(dtype)
     params = {p.dtype for p in (weight, bias) if p is not None}
@@ -466,7 +617,7 @@ def _cast(
         dtype = reference.compute_dtype(input)
         weight = None if weight is None else weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    return input, residual, weight, bias
+    return input, residual, weight, bias, rng_state
 
 
 def _overridden(function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .functional import (
@@ -16,11 +17,41 @@ from .functional import (
     fused_add_rms_norm,
     fused_layer_norm,
     fused_rms_norm,
+    norm_to_main_grad,
 )
 from .reference import Shape
 
 
-class FusedLayerNorm(nn.LayerNorm):
+class _Extras:
+    """What the modules have beyond PyTorch's.
+
+    Class attributes: instances that ``convert`` has made out of PyTorch's have no others.
+    """
+
+    zero_centered: bool = False
+    dropout_p: float = 0.0
+    out_dtype: torch.dtype | None = None
+    residual_dtype: torch.dtype | None = None
+    memory_efficient: bool = False
+    fuse_wgrad_accumulation: bool = False
+
+    def _set_extras(self, **extras: Any) -> None:
+        """Before PyTorch's constructor, which calls reset_parameters."""
+        for name, value in extras.items():
+            if value != getattr(_Extras, name):
+                object.__setattr__(self, name, value)
+
+    def _extras_repr(self) -> str:
+        """Whatever is not the default."""
+        names = [name for name in _Extras.__annotations__]
+        return "".join(
+            f", {name}={getattr(self, name)}"
+            for name in names
+            if getattr(self, name) != getattr(_Extras, name)
+        )
+
+
+class FusedLayerNorm(_Extras, nn.LayerNorm):
     """``torch.nn.LayerNorm`` by the kernel of :func:`fused_op.fused_layer_norm`.
 
     Args:
@@ -31,17 +62,21 @@ class FusedLayerNorm(nn.LayerNorm):
         device: of the parameters.
         dtype: of the parameters; beside a 16-bit input it may be float32.
         zero_centered: multiply by ``1 + weight``; the weight is initialised to 0.
+        dropout_p: of the output, while the module is in training mode.
+        out_dtype: of the output; default: that of the input.
+        memory_efficient: as in :func:`fused_op.fused_layer_norm`.
+        fuse_wgrad_accumulation: add the gradients of weight and bias to their attribute
+            ``main_grad``, a float32 tensor, in the same kernel. As in Megatron-LM,
+            ``grad_added_to_main_grad`` is set, and autograd gets a gradient without meaning.
 
     Shape:
-        ``[..., *normalized_shape]`` to the same, in the dtype of the input.
+        ``[..., *normalized_shape]`` to the same.
 
     Raises:
         RuntimeError, TypeError, ValueError: in forward, as :func:`fused_op.fused_layer_norm`.
 
     Source: Ba, Kiros and Hinton 2016 (https://arxiv.org/abs/1607.06450).
     """
-
-    zero_centered: bool = False  # of instances that convert has made out of nn.LayerNorm
 
     def __init__(
         self,
@@ -53,9 +88,19 @@ class FusedLayerNorm(nn.LayerNorm):
         dtype: Any = None,
         *,
         zero_centered: bool = False,
+        dropout_p: float = 0.0,
+        out_dtype: torch.dtype | None = None,
+        memory_efficient: bool = False,
+        fuse_wgrad_accumulation: bool = False,
     ) -> None:
         """See the class."""
-        self.zero_centered = zero_centered  # first: PyTorch's constructor calls reset_parameters
+        self._set_extras(
+            zero_centered=zero_centered,
+            dropout_p=dropout_p,
+            out_dtype=out_dtype,
+            memory_efficient=memory_efficient,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+        )
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
     def reset_parameters(self) -> None:
@@ -66,18 +111,25 @@ class FusedLayerNorm(nn.LayerNorm):
 
     def extra_repr(self) -> str:
         """The arguments of the constructor."""
-        return super().extra_repr() + (", zero_centered=True" if self.zero_centered else "")
+        return super().extra_repr() + self._extras_repr()
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise input."""
+        if self.fuse_wgrad_accumulation:
+            output: Tensor = norm_to_main_grad("layer_norm", self, input, None, self.bias)
+            return output
         return fused_layer_norm(
             *(input, self.weight, self.bias, self.eps),
             normalized_shape=self.normalized_shape,
             zero_centered=self.zero_centered,
+            dropout_p=self.dropout_p,
+            training=self.training,
+            out_dtype=self.out_dtype,
+            memory_efficient=self.memory_efficient,
         )
 
 
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(_Extras, nn.RMSNorm):
     """``torch.nn.RMSNorm`` by the kernel of :func:`fused_op.fused_rms_norm`.
 
     Args:
@@ -88,17 +140,19 @@ class FusedRMSNorm(nn.RMSNorm):
         device: of the weight.
         dtype: of the weight; beside a 16-bit input it may be float32.
         zero_centered: multiply by ``1 + weight``; the weight is initialised to 0.
+        dropout_p: of the output, while the module is in training mode.
+        out_dtype: of the output; default: that of the input.
+        memory_efficient: as in :func:`fused_op.fused_rms_norm`.
+        fuse_wgrad_accumulation: as in :class:`FusedLayerNorm`.
 
     Shape:
-        ``[..., *normalized_shape]`` to the same, in the dtype of the input.
+        ``[..., *normalized_shape]`` to the same.
 
     Raises:
         RuntimeError, TypeError, ValueError: in forward, as :func:`fused_op.fused_rms_norm`.
 
     Source: Zhang and Sennrich 2019 (https://arxiv.org/abs/1910.07467).
     """
-
-    zero_centered: bool = False  # of instances that convert has made out of nn.RMSNorm
 
     def __init__(
         self,
@@ -109,9 +163,19 @@ class FusedRMSNorm(nn.RMSNorm):
         dtype: Any = None,
         *,
         zero_centered: bool = False,
+        dropout_p: float = 0.0,
+        out_dtype: torch.dtype | None = None,
+        memory_efficient: bool = False,
+        fuse_wgrad_accumulation: bool = False,
     ) -> None:
         """See the class."""
-        self.zero_centered = zero_centered  # first: PyTorch's constructor calls reset_parameters
+        self._set_extras(
+            zero_centered=zero_centered,
+            dropout_p=dropout_p,
+            out_dtype=out_dtype,
+            memory_efficient=memory_efficient,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+        )
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
 
     def reset_parameters(self) -> None:
@@ -122,52 +186,145 @@ class FusedRMSNorm(nn.RMSNorm):
 
     def extra_repr(self) -> str:
         """The arguments of the constructor."""
-        return super().extra_repr() + (", zero_centered=True" if self.zero_centered else "")
+        return super().extra_repr() + self._extras_repr()
 
     def forward(self, x: Tensor) -> Tensor:  # the name that nn.RMSNorm gives it
         """Normalise x."""
+        if self.fuse_wgrad_accumulation:
+            output: Tensor = norm_to_main_grad("rms_norm", self, x, None, None)
+            return output
         return fused_rms_norm(
             *(x, self.weight, self.eps),
             normalized_shape=self.normalized_shape,
             zero_centered=self.zero_centered,
+            dropout_p=self.dropout_p,
+            training=self.training,
+            out_dtype=self.out_dtype,
+            memory_efficient=self.memory_efficient,
         )
 
 
 class FusedAddLayerNorm(FusedLayerNorm):
     """:class:`FusedLayerNorm` of ``input + residual``, by :func:`fused_op.fused_add_layer_norm`.
 
-    The arguments, parameters and errors are those of :class:`FusedLayerNorm`.
+    Args:
+        normalized_shape: as :class:`FusedLayerNorm` has it.
+        eps: as :class:`FusedLayerNorm` has it.
+        elementwise_affine: as :class:`FusedLayerNorm` has it.
+        bias: as :class:`FusedLayerNorm` has it.
+        device: as :class:`FusedLayerNorm` has it.
+        dtype: as :class:`FusedLayerNorm` has it.
+        zero_centered: as :class:`FusedLayerNorm` has it.
+        dropout_p: of the input, before the addition, while the module is in training mode.
+        residual_dtype: of the sum; default: that of the residual.
+        out_dtype: of the output; default: that of the input.
+        fuse_wgrad_accumulation: as :class:`FusedLayerNorm` has it.
 
     Shape:
-        Two tensors ``[..., *normalized_shape]``, of one shape and dtype, to two of the same.
+        Two tensors ``[..., *normalized_shape]`` of one shape to two of the same.
     """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        zero_centered: bool = False,
+        dropout_p: float = 0.0,
+        residual_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | None = None,
+        fuse_wgrad_accumulation: bool = False,
+    ) -> None:
+        """See the class."""
+        self._set_extras(residual_dtype=residual_dtype)
+        super().__init__(
+            *(normalized_shape, eps, elementwise_affine, bias, device, dtype),
+            zero_centered=zero_centered,
+            dropout_p=dropout_p,
+            out_dtype=out_dtype,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+        )
 
     def forward(  # type: ignore[override]  # a second input is what this class adds
         self, input: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the normalised sum, and the sum as the new residual."""
+        if self.fuse_wgrad_accumulation:
+            outputs: tuple[Tensor, Tensor]
+            outputs = norm_to_main_grad("layer_norm", self, input, residual, self.bias)
+            return outputs
         return fused_add_layer_norm(
             *(input, residual, self.weight, self.bias, self.eps),
             normalized_shape=self.normalized_shape,
             zero_centered=self.zero_centered,
+            dropout_p=self.dropout_p,
+            training=self.training,
+            residual_dtype=self.residual_dtype,
+            out_dtype=self.out_dtype,
         )
 
 
 class FusedAddRMSNorm(FusedRMSNorm):
     """:class:`FusedRMSNorm` of ``input + residual``, by :func:`fused_op.fused_add_rms_norm`.
 
-    The arguments, parameters and errors are those of :class:`FusedRMSNorm`.
+    Args:
+        normalized_shape: as :class:`FusedRMSNorm` has it.
+        eps: as :class:`FusedRMSNorm` has it.
+        elementwise_affine: as :class:`FusedRMSNorm` has it.
+        device: as :class:`FusedRMSNorm` has it.
+        dtype: as :class:`FusedRMSNorm` has it.
+        zero_centered: as :class:`FusedRMSNorm` has it.
+        dropout_p: of the input, before the addition, while the module is in training mode.
+        residual_dtype: of the sum; default: that of the residual.
+        out_dtype: of the output; default: that of the input.
+        fuse_wgrad_accumulation: as :class:`FusedLayerNorm` has it.
 
     Shape:
-        Two tensors ``[..., *normalized_shape]``, of one shape and dtype, to two of the same.
+        Two tensors ``[..., *normalized_shape]`` of one shape to two of the same.
     """
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        zero_centered: bool = False,
+        dropout_p: float = 0.0,
+        residual_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | None = None,
+        fuse_wgrad_accumulation: bool = False,
+    ) -> None:
+        """See the class."""
+        self._set_extras(residual_dtype=residual_dtype)
+        super().__init__(
+            *(normalized_shape, eps, elementwise_affine, device, dtype),
+            zero_centered=zero_centered,
+            dropout_p=dropout_p,
+            out_dtype=out_dtype,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+        )
 
     def forward(  # type: ignore[override]  # a second input is what this class adds
         self, input: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the normalised sum, and the sum as the new residual."""
+        if self.fuse_wgrad_accumulation:
+            outputs: tuple[Tensor, Tensor]
+            outputs = norm_to_main_grad("rms_norm", self, input, residual, None)
+            return outputs
         return fused_add_rms_norm(
             *(input, residual, self.weight, self.eps),
             normalized_shape=self.normalized_shape,
             zero_centered=self.zero_centered,
+            dropout_p=self.dropout_p,
+            training=self.training,
+            residual_dtype=self.residual_dtype,
+            out_dtype=self.out_dtype,
         )

@@ -8,11 +8,14 @@ its third derivatives are wrong.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from ._philox import keep_mask
 
 Shape = int | Sequence[int]
 Norm = Literal["layer_norm", "rms_norm"]
@@ -26,9 +29,18 @@ def fused_layer_norm(
     *,
     normalized_shape: Shape | None = None,
     zero_centered: bool = False,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    out_dtype: torch.dtype | None = None,
+    memory_efficient: bool = False,
 ) -> Tensor:
-    """Twin of :func:`fused_op.fused_layer_norm`."""
-    return normalize("layer_norm", input, weight, bias, eps, normalized_shape, zero_centered)
+    """Twin of :func:`fused_op.fused_layer_norm`; ``memory_efficient`` changes nothing here."""
+    p = dropout_p if training else 0.0
+    state = draw_state(input) if p > 0 else None
+    return compute(
+        *("layer_norm", input, None, weight, bias, state, eps, normalized_shape),
+        *(zero_centered, p, out_dtype),
+    )[0]
 
 
 def fused_rms_norm(
@@ -38,9 +50,18 @@ def fused_rms_norm(
     *,
     normalized_shape: Shape | None = None,
     zero_centered: bool = False,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    out_dtype: torch.dtype | None = None,
+    memory_efficient: bool = False,
 ) -> Tensor:
-    """Twin of :func:`fused_op.fused_rms_norm`."""
-    return normalize("rms_norm", input, weight, None, eps, normalized_shape, zero_centered)
+    """Twin of :func:`fused_op.fused_rms_norm`; ``memory_efficient`` changes nothing here."""
+    p = dropout_p if training else 0.0
+    state = draw_state(input) if p > 0 else None
+    return compute(
+        *("rms_norm", input, None, weight, None, state, eps, normalized_shape),
+        *(zero_centered, p, out_dtype),
+    )[0]
 
 
 def fused_add_layer_norm(
@@ -52,10 +73,20 @@ def fused_add_layer_norm(
     *,
     normalized_shape: Shape | None = None,
     zero_centered: bool = False,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Twin of :func:`fused_op.fused_add_layer_norm`."""
-    sum = add(input, residual)
-    return normalize("layer_norm", sum, weight, bias, eps, normalized_shape, zero_centered), sum
+    p = dropout_p if training else 0.0
+    state = draw_state(input) if p > 0 else None
+    output, sum = compute(
+        *("layer_norm", input, residual, weight, bias, state, eps, normalized_shape),
+        *(zero_centered, p, out_dtype, residual_dtype),
+    )
+    assert sum is not None
+    return output, sum
 
 
 def fused_add_rms_norm(
@@ -66,10 +97,20 @@ def fused_add_rms_norm(
     *,
     normalized_shape: Shape | None = None,
     zero_centered: bool = False,
+    dropout_p: float = 0.0,
+    training: bool = True,
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Twin of :func:`fused_op.fused_add_rms_norm`."""
-    sum = add(input, residual)
-    return normalize("rms_norm", sum, weight, None, eps, normalized_shape, zero_centered), sum
+    p = dropout_p if training else 0.0
+    state = draw_state(input) if p > 0 else None
+    output, sum = compute(
+        *("rms_norm", input, residual, weight, None, state, eps, normalized_shape),
+        *(zero_centered, p, out_dtype, residual_dtype),
+    )
+    assert sum is not None
+    return output, sum
 
 
 def layer_norm(
@@ -80,7 +121,7 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Twin of :func:`fused_op.layer_norm`."""
-    return normalize("layer_norm", input, weight, bias, eps, normalized_shape)
+    return compute("layer_norm", input, None, weight, bias, None, eps, normalized_shape)[0]
 
 
 def rms_norm(
@@ -90,54 +131,45 @@ def rms_norm(
     eps: float | None = None,
 ) -> Tensor:
     """Twin of :func:`fused_op.rms_norm`."""
-    return normalize("rms_norm", input, weight, None, eps, normalized_shape)
+    return compute("rms_norm", input, None, weight, None, None, eps, normalized_shape)[0]
 
 
-def add(input: Tensor, residual: Tensor) -> Tensor:
-    """The sum that is normalised, rounded to the dtype in which it is kept."""
-    if input.shape != residual.shape:  # never broadcast
-        raise RuntimeError(
-            f"residual must have the shape of input, {list(input.shape)}, "
-            f"got {list(residual.shape)}"
-        )
-    return input + residual
-
-
-def normalize(
+def compute(
     norm: Norm,
-    x: Tensor,
+    input: Tensor,
+    residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
+    rng_state: Tensor | None,
     eps: float | None,
     normalized_shape: Shape | None,
     zero_centered: bool = False,
-) -> Tensor:
-    """The formula of all the ops: ``normalized(x) * weight + bias`` over the last dimensions.
+    dropout_p: float = 0.0,
+    output_dtype: torch.dtype | None = None,
+    sum_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The formula of all the ops: (output, sum), the sum being None without a residual.
 
-    If ``zero_centered``, ``1 + weight`` takes the place of ``weight``.
+    The arguments are those of ``norm_forward`` in ``csrc/fused_op.h``.
     """
-    if normalized_shape is None:
-        affine = weight if weight is not None else bias
-        normalized_shape = x.shape[-1:] if affine is None else affine.shape
-    elif isinstance(normalized_shape, int):
-        normalized_shape = (normalized_shape,)
-    shape = tuple(normalized_shape)
-    if not shape or x.shape[-len(shape) :] != shape:
-        raise RuntimeError(f"Given normalized_shape={shape}, got input of size {tuple(x.shape)}")
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and parameter.shape != shape:  # never broadcast
-            raise RuntimeError(
-                f"Expected {name} to be of same shape as normalized_shape, but got {name} of "
-                f"shape {list(parameter.shape)} and normalized_shape = {list(shape)}"
-            )
+    shape = _check_shapes(input, residual, weight, bias, normalized_shape)
+    compute = compute_dtype(input)
     if eps is None:
-        eps = torch.finfo(compute_dtype(x)).eps
-    output, _ = _normalized(norm, _cast(x, compute_dtype(x)), len(shape), eps)
+        eps = torch.finfo(compute).eps
+    x, sum = input, None
+    if residual is not None:
+        addend = _cast(input, compute)
+        if dropout_p > 0:
+            addend = _drop(addend, rng_state, dropout_p, len(shape))
+        x = sum = _cast(addend + residual.to(compute), sum_dtype or residual.dtype)
+    output, _ = _normalized(norm, _cast(x, compute), len(shape), eps)
     if weight is not None:
-        output = output * _factor(weight, output.dtype, zero_centered)
+        output = output * _factor(weight, compute, zero_centered)
     if bias is not None:
-        output = output + bias.to(output.dtype)
-    return _cast(output, x.dtype)
+        output = output + bias.to(compute)
+    if residual is None and dropout_p > 0:
+        output = _drop(output, rng_state, dropout_p, len(shape))
+    return _cast(output, output_dtype or input.dtype), sum
 
 
 def normalize_backward(
@@ -146,21 +178,31 @@ def normalize_backward(
     grad_sum: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
+    bias: Tensor | None,
     eps: float,
+    rng_state: Tensor | None,
     normalized_ndim: int,
     zero_centered: bool,
+    dropout_p: float,
+    x_is_output: bool,
+    input_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
     param_dtype: torch.dtype,
-    wanted: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of ``normalize`` for x, weight and bias, as functions of all they depend on.
+    wanted: tuple[bool, bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of ``compute`` for input, residual, weight and bias, as functions of all theirs.
 
-    Mean and rstd are computed from x again: saved ones would be constants to the next derivative.
+    The arguments are those of ``norm_backward`` in ``csrc/fused_op.h``, with eps in the place of
+    the statistics: mean and rstd are computed from x again, since saved ones would be constants to
+    the next derivative. x is never the output.
     """
     compute = compute_dtype(x)
     normalized, rstd = _normalized(norm, _cast(x, compute), normalized_ndim, eps)
-    grad = grad_output.to(compute)
-    grad_x = grad_weight = grad_bias = None
-    if wanted[0]:
+    grad = _cast(grad_output, compute)
+    if dropout_p > 0 and residual_dtype is None:
+        grad = _drop(grad, rng_state, dropout_p, normalized_ndim)
+    grad_input = grad_residual = grad_weight = grad_bias = None
+    if wanted[0] or wanted[1]:
         dims = _last_dims(normalized_ndim)
         scaled = grad if weight is None else grad * _factor(weight, compute, zero_centered)
         # The pullback of the normalisation removes what it is blind to: a change of scale and,
@@ -171,12 +213,61 @@ def normalize_backward(
         grad_x = projected * rstd
         if grad_sum is not None:
             grad_x = grad_x + grad_sum.to(compute)
-        grad_x = _cast(grad_x, x.dtype)
-    if wanted[1]:
-        grad_weight = _cast(_sum_rows(grad * normalized, normalized_ndim), param_dtype)
+        grad_residual = _cast(grad_x, residual_dtype or input_dtype)
+        if dropout_p > 0 and residual_dtype is not None:
+            grad_x = _drop(grad_x, rng_state, dropout_p, normalized_ndim)
+        grad_input = _cast(grad_x, input_dtype)
     if wanted[2]:
+        grad_weight = _cast(_sum_rows(grad * normalized, normalized_ndim), param_dtype)
+    if wanted[3]:
         grad_bias = _cast(_sum_rows(grad, normalized_ndim), param_dtype)
-    return grad_x, grad_weight, grad_bias
+    return grad_input, grad_residual, grad_weight, grad_bias
+
+
+def draw_state(like: Tensor) -> Tensor:
+    """Seed and offset of a dropout mask, by an operation that every mode of PyTorch knows."""
+    return torch.randint(0, 2**63 - 1, (2,), device=like.device)
+
+
+def _drop(x: Tensor, rng_state: Tensor | None, p: float, normalized_ndim: int) -> Tensor:
+    """X with dropped elements at zero and the others divided by ``1 - p``."""
+    assert rng_state is not None
+    cols = math.prod(x.shape[x.dim() - normalized_ndim :])
+    rows = math.prod(x.shape[: x.dim() - normalized_ndim])
+    kept = keep_mask(rng_state, rows, cols, p, x.device).reshape(x.shape)
+    return torch.where(kept, x * (0 if p == 1 else 1 / (1 - p)), 0)
+
+
+def _check_shapes(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape: Shape | None,
+) -> tuple[int, ...]:
+    """The normalised shape. Nothing is broadcast."""
+    if residual is not None and input.shape != residual.shape:
+        raise RuntimeError(
+            f"residual must have the shape of input, {list(input.shape)}, "
+            f"got {list(residual.shape)}"
+        )
+    if normalized_shape is None:
+        affine = weight if weight is not None else bias
+        normalized_shape = input.shape[-1:] if affine is None else affine.shape
+    elif isinstance(normalized_shape, int):
+        normalized_shape = (normalized_shape,)
+    shape = tuple(normalized_shape)
+    if not shape or input.shape[-len(shape) :] != shape:
+        raise RuntimeError(
+            f"Given normalized_shape={shape}, got input of size {tuple(input.shape)}"
+        )
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.shape != shape:
+            raise RuntimeError(
+                f"Expected {name} to be of same shape as normalized_shape, but got {name} of "
+                f"shape {list(parameter.shape)} and normalized_shape = {list(shape)}"
+            )
+    return shape
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

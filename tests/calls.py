@@ -47,4 +47,5 @@ class Calls(TorchDispatchMode):
 def binding_arguments(op, args):
     named = dict(zip(op.inputs, args, strict=True))
     tensors = [named.get(name) for name in ("input", "residual", "weight", "bias")]
-    return ["layer_norm" if op.centred else "rms_norm", *tensors, 0, 1e-5, op.zero_centered]
+    norm = "layer_norm" if op.centred else "rms_norm"
+    return [norm, *tensors, None, 0, 1e-5, op.zero_centered, 0.0, None, None]

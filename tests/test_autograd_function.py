@@ -15,7 +15,7 @@ from tests.calls import Calls, arguments, assert_same, binding_arguments, loss, 
 
 def test_short_apply_is_the_whole_apply(op):
     norm, *rest = binding_arguments(op, arguments(op, requires_grad=True))
-    tensors, constants = rest[:4], (norm, *rest[4:])
+    tensors, constants = rest[:5], (norm, *rest[5:])
     results = []
     for apply in (fused_op.functional._apply, fused_op.functional._NormFunction.apply):
         result = apply(*tensors, *constants)

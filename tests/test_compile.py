@@ -116,23 +116,36 @@ def test_opcheck(norm, dtype, device):
     x, residual = torch.randn(2, 4, 6, dtype=dtype, device=device)
     w = torch.randn(6, device=device)
     grad_x = x.clone().requires_grad_()
+    state = torch.tensor([1, 2])
     for args in (
-        (x, residual, w, w if norm == "layer_norm" else None, 0, 1e-5, False, True),
-        (grad_x, None, None, None, 2, 1e-5, True, True),
-        (x.t(), None, w[:4], None, 0, 1e-5, True, False),
-        (x[:0], None, w, None, 1, 1e-5, False, True),
+        (x, residual, w, w if norm == "layer_norm" else None, None, 0, 1e-5, False, 0.0),
+        (grad_x, None, None, None, None, 2, 1e-5, True, 0.0),
+        (x.t(), None, w[:4], None, None, 0, 1e-5, True, 0.0),
+        (x[:0], None, w, None, None, 1, 1e-5, False, 0.0),
+        (x, residual, w, None, state, 0, 1e-5, False, 0.5),
     ):
-        opcheck(torch.ops.fused_op.norm_forward.default, (norm, *args))
-    stats = fused_op_cuda.norm_forward(norm, x, None, None, None, 1, 1e-5, False, True)[2]
-    for grad_sum, weight, zero_centered, wanted in (
-        (residual, w, True, [True, True, norm == "layer_norm"]),
-        (None, None, False, [True, False, False]),
-        (None, w, False, [False, True, False]),
+        for dtypes in (
+            (None, None),
+            (torch.float32, torch.float32 if args[1] is not None else None),
+        ):
+            for save_stats in (True, False):
+                opcheck(torch.ops.fused_op.norm_forward.default, (norm, *args, *dtypes, save_stats))
+    options = None, 1, 1e-5, False, 0.0, None, None, True
+    stats = fused_op_cuda.norm_forward(norm, x, None, None, None, *options)[2]
+    is_layer_norm = norm == "layer_norm"
+    for grad_sum, weight, zero_centered, p, from_output, residual_dtype, wanted in (
+        (residual, w, True, 0.0, False, dtype, [True, True, True, is_layer_norm]),
+        (None, None, False, 0.0, False, None, [True, False, False, False]),
+        (None, w, False, 0.0, True, None, [False, False, True, False]),
+        (residual, w, True, 0.5, False, torch.float32, [True, True, True, is_layer_norm]),
+        (None, w, True, 0.5, False, None, [True, False, True, False]),
     ):
-        constants = (1, zero_centered, torch.float32, wanted)
         opcheck(
             torch.ops.fused_op.norm_backward.default,
-            (norm, residual, grad_sum, x, weight, stats, *constants),
+            (
+                *(norm, residual, grad_sum, x, weight, None, stats, state, 1, zero_centered, p),
+                *(from_output, dtype, residual_dtype, torch.float32, wanted),
+            ),
         )
 
 

@@ -240,8 +240,11 @@ def test_compile(op, device, enter):
     else:
         with disabled():
             result = compiled(*args)
-    assert_same(result, expected)
-    assert_same(torch.autograd.grad(loss(result), args), torch.autograd.grad(loss(expected), args))
+    # The formula and the kernel round differently, and the loss squares that.
+    near = {"rtol": 2e-5, "atol": 2e-5}
+    assert_same(result, expected, **near)
+    grads = torch.autograd.grad(loss(result), args)
+    assert_same(grads, torch.autograd.grad(loss(expected), args), **near)
     assert graphs.names and graphs.kernels() == 0
     assert not functional.open_blocks
     torch._dynamo.reset()  # compiled inside first

@@ -14,7 +14,7 @@ ALLOWED = {  # the first pattern that fits a file holds
     "cuda/*": r"core/|cuda/|cuda_\w+\.h|cooperative_groups",  # torch-free: compiles in seconds
     "cpu/*": r"core/|cpu/|c10/util/(Half|BFloat16)\.h",
     "backend.*": r"backend\.h|core/|cpu/|cuda/|ATen/|c10/|pthread\.h",
-    "routing.h": r"(checks|fused_op)\.h|(ATen|c10)/(?!cuda)|torch/",  # the one user of pybind
+    "routing.h": r"(backend|checks|fused_op)\.h|(ATen|c10)/(?!cuda)|torch/",  # uses pybind
     "fused_op.cpp": r"(fused_op|routing)\.h|torch/",
     "*": r"(backend|checks|fused_op)\.h|core/|(ATen|c10)/(?!cuda)",
 }

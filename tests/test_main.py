@@ -60,8 +60,8 @@ def with_one_changed(name, index, change):
         ("norm_forward", 1, "sum"),
         ("norm_forward", 2, "gradient of input"),  # the statistics
         ("norm_backward", 0, "gradient of input"),
-        ("norm_backward", 1, "gradient of weight"),
-        ("norm_backward", 2, "gradient of bias"),
+        ("norm_backward", 2, "gradient of weight"),
+        ("norm_backward", 3, "gradient of bias"),
     ],
 )
 @pytest.mark.parametrize("wrong", ["percents", "one element", "NaN"])

@@ -1,26 +1,44 @@
 // What one norm call is, as plain values and pointers: filled by norm.cpp, read by both backends.
-// Torch-free. Strides and sizes count elements; a row is dense, rows are `stride` elements apart.
+// Torch-free. Strides and sizes count elements; a row is dense.
 #pragma once
 
 #include <cstdint>
+
+#include "core/dropout.h"
+#include "core/row_split.h"
 
 namespace fused_op {
 
 enum class DType : int { kFloat16, kBFloat16, kFloat32, kFloat64 };
 enum class NormKind : int { kLayerNorm, kRmsNorm };
 
+FUSED_OP_HD constexpr int size_of(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
+
 // Rows to read. A null `data` means the argument is absent.
 struct ConstRows {
   const void* data = nullptr;
-  std::int64_t stride = 0;
+  DType dtype = DType::kFloat32;
+  std::int64_t stride = 0;  // from one row to the next
+  RowSplit split = {};      // where a second stride takes over
 };
 
-// The allowed pairs (dtype, param_dtype): (f16,f16) (f16,f32) (bf16,bf16) (bf16,f32) (f32,f32)
-// (f64,f64). Statistics are f32 (f64 for f64). On the GPU, parameters and what is written begin at
-// a multiple of 16 bytes. Rows to read begin at any multiple of the element size.
+// Rows to write, dense and one after the other. Null: not wanted.
+struct Rows {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+};
+
+// The dtype pairs (dtype, param_dtype) that have kernels of their own: (f16,f16) (f16,f32)
+// (bf16,bf16) (bf16,f32) (f32,f32) (f64,f64). Whatever differs from them, or drops elements,
+// is_flexible() and goes to the kernels that decide at run time. f64 stands beside f64 alone.
+// Statistics are f32 (f64 for f64). On the GPU, parameters and what is written begin at a multiple
+// of 16 bytes. Rows to read begin at any multiple of the element size; split ones on the GPU are
+// whole vectors of 16 bytes.
 struct NormForwardArgs {
   NormKind kind = NormKind::kLayerNorm;
-  DType dtype = DType::kFloat32;        // of input, residual, output and sum
+  DType dtype = DType::kFloat32;        // of what is normalised: the input, or the sum
   DType param_dtype = DType::kFloat32;  // of weight and bias
   std::int64_t rows = 0;
   std::int64_t cols = 0;
@@ -28,15 +46,16 @@ struct NormForwardArgs {
   ConstRows residual;            // null: nothing is added
   const void* weight = nullptr;  // [cols], null means 1
   const void* bias = nullptr;    // [cols], null means 0
-  void* output = nullptr;        // [rows, cols], dense
+  Rows output;
   void* sum = nullptr;    // [rows, cols], dense: input + residual; null exactly without residual
   void* stats = nullptr;  // [2, rows] mean and rstd (RMSNorm: [1, rows] rstd); null: not wanted
   double eps = 0;
+  Dropout dropout;  // of the input if there is a residual, else of the output
 };
 
 struct NormBackwardArgs {
   NormKind kind = NormKind::kLayerNorm;
-  DType dtype = DType::kFloat32;
+  DType dtype = DType::kFloat32;  // of x
   DType param_dtype = DType::kFloat32;
   std::int64_t rows = 0;
   std::int64_t cols = 0;
@@ -44,11 +63,53 @@ struct NormBackwardArgs {
   ConstRows grad_output;         // never null
   ConstRows grad_sum;            // what arrives through the sum; null: nothing
   const void* weight = nullptr;  // null means 1
+  const void* bias = nullptr;    // read if x_is_output; null means 0
   const void* stats = nullptr;   // as forward wrote them
-  void* grad_input = nullptr;    // [rows, cols], dense; null: not wanted
-  void* grad_weight = nullptr;   // [cols]; null: not wanted
-  void* grad_bias = nullptr;     // [cols]; null: not wanted
-  void* workspace = nullptr;     // norm_backward_workspace(args) bytes
+  Rows grad_input;
+  Rows grad_residual;           // null: it is the same as grad_input, or not wanted
+  void* grad_weight = nullptr;  // [cols]; null: not wanted
+  void* grad_bias = nullptr;    // [cols]; null: not wanted
+  bool add_grads = false;       // grad_weight and grad_bias are f32, and are added to
+  bool x_is_output = false;     // x holds the output: x̂ = (x - bias) / weight
+  void* workspace = nullptr;    // norm_backward_workspace(args) bytes
+  Dropout dropout;              // as in forward; of the input if drops_input
+  bool drops_input = false;
 };
+
+inline bool is_tuned_pair(DType dtype, DType param_dtype) {
+  return param_dtype == dtype || (param_dtype == DType::kFloat32 && size_of(dtype) == 2);
+}
+
+// Whether all tensors of rows have the dtype of what is normalised.
+inline bool has_one_dtype(const NormForwardArgs& args) {
+  return args.input.dtype == args.dtype &&
+         (args.residual.data == nullptr || args.residual.dtype == args.dtype) &&
+         args.output.dtype == args.dtype && is_tuned_pair(args.dtype, args.param_dtype);
+}
+inline bool has_one_dtype(const NormBackwardArgs& args) {
+  return args.grad_output.dtype == args.dtype &&
+         (args.grad_input.data == nullptr || args.grad_input.dtype == args.dtype) &&
+         (args.grad_residual.data == nullptr || args.grad_residual.dtype == args.dtype) &&
+         is_tuned_pair(args.dtype, args.param_dtype) && !args.x_is_output;
+}
+
+template <typename Args>
+bool is_flexible(const Args& args) {
+  return args.dropout.active || !has_one_dtype(args);
+}
+
+// Dropout of rows of one dtype that are whole vectors, before a residual is added: the GPU has
+// kernels for that. The op layer sees to it that such rows lie at multiples of a vector.
+inline bool is_vector_dropout(DType dtype, std::int64_t cols) {
+  return dtype != DType::kFloat64 && cols * size_of(dtype) % kVectorBytes == 0;
+}
+inline bool is_vector_dropout(const NormForwardArgs& args) {
+  return args.dropout.active && args.sum != nullptr && has_one_dtype(args) &&
+         is_vector_dropout(args.dtype, args.cols);
+}
+inline bool is_vector_dropout(const NormBackwardArgs& args) {
+  return args.dropout.active && args.drops_input && has_one_dtype(args) &&
+         is_vector_dropout(args.dtype, args.cols);
+}
 
 }  // namespace fused_op

@@ -41,6 +41,10 @@ struct Limits<double> {
   static constexpr double kMeanRounding = 0x1p-102;
 };
 
+// Where x̂ is computed again from the output, a weight closer to zero than this is taken for this,
+// or x̂ would be infinite.
+constexpr float kSmallestWeight = 1e-5f;
+
 // a·b + c, in one rounding on the GPU. (On the CPU std::fma is a call into the C library wherever
 // the build does not assume the instruction, as baseline x86-64 does not; loops then stay scalar.)
 template <typename A>

@@ -3,6 +3,7 @@
 // Torch-free.
 #pragma once
 
+#include "core/dropout.h"
 #include "core/norm_args.h"
 #include "core/pack.h"
 
@@ -10,14 +11,17 @@ namespace fused_op {
 
 template <typename T>
 FUSED_OP_HD const T* row_of(const ConstRows& rows, std::int64_t row) {
-  return static_cast<const T*>(rows.data) + row * rows.stride;
+  return static_cast<const T*>(rows.data) + rows.split.offset(row, rows.stride);
 }
 
 // The row is the input.
 template <typename T>
 struct Plain {
   using Element = T;
-  static constexpr int kGradStreams = 2;  // backward reads x, dy
+  static constexpr bool kFlexible = false;
+  static constexpr int kElements = kVector<T>;  // of a lane's pack
+  static constexpr int kGradStreams = 2;        // backward reads x, dy
+  static constexpr bool kDrops = false;
 
   // fetch() only loads, so that a caller can have many in flight; finish() computes. Packs are as
   // in Access::store_row.
@@ -50,7 +54,10 @@ struct Plain {
 template <typename T>
 struct AddResidual {
   using Element = T;
+  static constexpr bool kFlexible = false;
+  static constexpr int kElements = kVector<T>;
   static constexpr int kGradStreams = 3;  // backward reads x, dy and the gradient of the sum
+  static constexpr bool kDrops = false;
 
   template <int N>
   struct Fetched {
@@ -88,6 +95,35 @@ struct AddResidual {
     Access::template store_row<kLanes>(sum, col, width, row);
   }
   FUSED_OP_HD const T* row() const { return sum; }
+};
+
+// The same with dropout of the input. Two gradients leave: that of the residual, and that of the
+// input, of which the same elements are dropped.
+template <typename T>
+struct DropoutAddResidual : AddResidual<T> {
+  static constexpr bool kDrops = true;
+
+  const Dropout& dropout;
+  DropoutRow mask;
+
+  FUSED_OP_HD DropoutAddResidual(const NormForwardArgs& args, std::int64_t row)
+      : AddResidual<T>(args, row), dropout(args.dropout), mask(DropoutState(args.dropout), row) {}
+
+  template <typename Access, int kLanes, int N, int kVectors, typename Col>
+  FUSED_OP_HD void finish(const typename AddResidual<T>::template Fetched<N> (&fetched)[kVectors],
+                          Pack<T, N> (&row)[kVectors], Col col, Col width) const {
+    for (int i = 0; i < kVectors; ++i) {
+      Accumulator<T> total[N], addend[N];
+      unpack(fetched[i].input, total);
+      unpack(fetched[i].residual, addend);
+      mask.apply(dropout, col + i * kLanes * N, total);
+      for (int j = 0; j < N; ++j) {
+        total[j] += addend[j];
+      }
+      row[i] = pack_from<T, N>(total);
+    }
+    Access::template store_row<kLanes>(this->sum, col, width, row);
+  }
 };
 
 }  // namespace fused_op

@@ -1,200 +1,46 @@
-// The CPU backend: core's formulas and row sources over a range of rows, called by backend.cpp.
-// Reads c10's 16-bit types and nothing else of torch. A row is taken in packs of kLanes elements,
-// each lane with its own accumulator: the order of every sum is a function of the row length alone,
-// and compilers vectorise it without reordering.
+// The CPU backend over a range of rows, called by backend.cpp. Reads c10's 16-bit types and nothing
+// else of torch.
 #include "cpu/fused_op_cpu.h"
-
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
 
 #include "core/dispatch.h"
+#include "cpu/flexible_rows.h"
+#include "cpu/rows.h"
 
 namespace fused_op::cpu {
 namespace {
 
-struct CpuTypes {
-  using Float16 = c10::Half;
-  using BFloat16 = c10::BFloat16;
-};
-
-constexpr int kLanes = 16;
-// Lane sums are added to a double after so many columns: a float sum of 2^28 squares would stall.
-constexpr std::int64_t kBlockCols = 64 * kLanes;
-
-// Calls function(col, valid) for every pack of a row.
-template <typename Function>
-inline void for_each_pack(std::int64_t first_col, std::int64_t last_col, Function&& function) {
-  std::int64_t col = first_col;
-  for (; col + kLanes <= last_col; col += kLanes) {
-    function(col, kLanes);
-  }
-  if (col < last_col) {
-    function(col, static_cast<int>(last_col - col));
-  }
-}
-
-// Sum over a row of what accumulate(col, valid, lanes) adds to its lanes.
-template <int kSums, typename A, typename Accumulate>
-inline void sum_row(std::int64_t cols, double (&totals)[kSums], Accumulate&& accumulate) {
-  std::fill(totals, totals + kSums, 0.0);
-  for (std::int64_t first = 0; first < cols; first += kBlockCols) {
-    A lanes[kSums][kLanes] = {};
-    for_each_pack(first, std::min(cols, first + kBlockCols),
-                  [&](std::int64_t col, int valid) { accumulate(col, valid, lanes); });
-    for (int s = 0; s < kSums; ++s) {
-      for (int j = 0; j < kLanes; ++j) {
-        totals[s] += static_cast<double>(lanes[s][j]);
-      }
-    }
-  }
-}
-
-// Two passes: Σ(x - mean)² has no cancellation where |mean| >> deviation, unlike Σx² - mean². With
-// `refined`, a pass more for the mean.
-template <typename Norm, typename T, typename A>
-Moments<A> row_moments(const T* row, std::int64_t cols, A scale, bool refined) {
-  double totals[2];
-  Moments<A> moments{};
-  for (int pass = 0; Norm::kCentered && pass < (refined ? 2 : 1); ++pass) {
-    sum_row<2, A>(cols, totals, [&](std::int64_t col, int valid, A(&lanes)[2][kLanes]) {
-      A x[kLanes];
-      unpack(ByteAccess::load<kLanes>(row, col, cols), x);
-      for (int j = 0; j < kLanes; ++j) {
-        lanes[0][j] += j < valid ? x[j] * scale - moments.mean : A(0);
-      }
-    });
-    moments.mean += static_cast<A>(totals[0] / static_cast<double>(cols));
-  }
-  sum_row<2, A>(cols, totals, [&](std::int64_t col, int valid, A(&lanes)[2][kLanes]) {
-    A x[kLanes];
-    unpack(ByteAccess::load<kLanes>(row, col, cols), x);
-    for (int j = 0; j < kLanes; ++j) {
-      const A deviation = j < valid ? x[j] * scale - moments.mean : A(0);
-      lanes[0][j] += deviation;
-      lanes[1][j] += deviation * deviation;
-    }
-  });
-  const double rest = Norm::kCentered ? totals[0] / static_cast<double>(cols) : 0.0;
-  moments.rest = static_cast<A>(rest);
-  moments.second = static_cast<A>(totals[1] - rest * rest * static_cast<double>(cols));
-  return moments;
-}
-
-template <typename W, typename Norm, typename Source>
-void forward_row(const NormForwardArgs& args, std::int64_t row) {
-  using T = typename Source::Element;
-  using A = Accumulator<T>;
-  const Source source(args, row);
-  for_each_pack(0, args.cols, [&](std::int64_t col, int) {
-    using Fetched = typename Source::template Fetched<kLanes>;
-    const Fetched fetched[1] = {source.template fetch<ByteAccess, kLanes>(col, args.cols)};
-    Pack<T, kLanes> finished[1];
-    source.template finish<ByteAccess, 1>(fetched, finished, col, args.cols);
-  });
-  const T* values = source.row();
-
-  A scale = A(1);
-  Moments<A> moments = row_moments<Norm>(values, args.cols, scale, false);
-  if (!trusted(moments, static_cast<A>(args.cols))) {
-    moments = row_moments<Norm>(values, args.cols, scale, true);
-    if (overflowed(moments)) {
-      scale = Limits<A>::kScale;
-      moments = row_moments<Norm>(values, args.cols, scale, true);
-    }
-  }
-  const Normalizer<A> normalizer =
-      Norm::normalizer(moments, scale, A(1) / static_cast<A>(args.cols), static_cast<A>(args.eps));
-  if (args.stats != nullptr) {
-    Norm::save(normalizer, moments, static_cast<A*>(args.stats), row, args.rows);
-  }
-
-  const W* weight = static_cast<const W*>(args.weight);
-  const W* bias = static_cast<const W*>(args.bias);
-  T* output = static_cast<T*>(args.output) + row * args.cols;
-  for_each_pack(0, args.cols, [&](std::int64_t col, int) {
-    A x[kLanes], w[kLanes], b[kLanes];
-    unpack(ByteAccess::load<kLanes>(values, col, args.cols), x);
-    unpack(ByteAccess::load_or<kLanes>(weight, col, args.cols, 1), w);
-    unpack(ByteAccess::load_or<kLanes>(bias, col, args.cols, 0), b);
-    for (int j = 0; j < kLanes; ++j) {
-      x[j] = multiply_add(Norm::normalized(x[j], normalizer), w[j], b[j]);
-    }
-    ByteAccess::store(output, col, args.cols, pack_from<T, kLanes>(x));
-  });
-}
-
-// Partial sums of the parameter gradients: [chunks, Norm::kGrads, cols] in the workspace.
 bool wants_parameter_gradients(const NormBackwardArgs& args) {
   return args.grad_weight != nullptr || args.grad_bias != nullptr;
 }
 
-template <typename W, typename Norm, typename Source>
-void backward_row(const NormBackwardArgs& args, std::int64_t row,
-                  Accumulator<typename Source::Element>* partials) {
-  using T = typename Source::Element;
-  using A = Accumulator<T>;
-  const T* x_row = row_of<T>(args.x, row);
-  const T* dy_row = row_of<T>(args.grad_output, row);
-  const W* weight = static_cast<const W*>(args.weight);
-  const Normalizer<A> normalizer =
-      Norm::saved(static_cast<const A*>(args.stats), row, args.rows).normalizer();
-
-  // x̂ and wdy of one pack; past the row's end both are 0.
-  const auto read = [&](std::int64_t col, int valid, A(&xhat)[kLanes], A(&dy)[kLanes],
-                        A(&wdy)[kLanes]) {
-    unpack(ByteAccess::load<kLanes>(x_row, col, args.cols), xhat);
-    unpack(ByteAccess::load<kLanes>(dy_row, col, args.cols), dy);
-    unpack(ByteAccess::load_or<kLanes>(weight, col, args.cols, 1), wdy);
-    for (int j = 0; j < kLanes; ++j) {
-      xhat[j] = j < valid ? Norm::normalized(xhat[j], normalizer) : A(0);
-      wdy[j] *= dy[j];
+// Calls rows(first, last, partials) for each chunk, with its partial sums of the parameter
+// gradients: [chunks, Norm::kGrads, cols] in the workspace.
+template <typename Norm, typename A, typename Function>
+void for_each_chunk(const NormBackwardArgs& args, std::int64_t first_chunk, std::int64_t last_chunk,
+                    Function&& rows) {
+  const std::int64_t chunks = norm_backward_chunks(args);
+  const std::int64_t size = Norm::kGrads * args.cols;
+  for (std::int64_t chunk = first_chunk; chunk < last_chunk; ++chunk) {
+    A* partials = nullptr;
+    if (wants_parameter_gradients(args)) {
+      partials = static_cast<A*>(args.workspace) + chunk * size;
+      std::fill(partials, partials + size, A(0));
     }
-  };
-
-  double totals[2];
-  sum_row<2, A>(args.cols, totals, [&](std::int64_t col, int valid, A(&lanes)[2][kLanes]) {
-    A xhat[kLanes], dy[kLanes], wdy[kLanes];
-    read(col, valid, xhat, dy, wdy);
-    for (int j = 0; j < kLanes; ++j) {
-      lanes[0][j] += wdy[j] * xhat[j];
-      lanes[1][j] += wdy[j];
-    }
-    if (partials != nullptr) {
-      for (int j = 0; j < valid; ++j) {
-        partials[col + j] += dy[j] * xhat[j];
-        if (Norm::kGrads == 2) {
-          partials[args.cols + col + j] += dy[j];
-        }
-      }
-    }
-  });
-  if (args.grad_input == nullptr) {
-    return;
+    rows(args.rows * chunk / chunks, args.rows * (chunk + 1) / chunks, partials);
   }
-  const PullbackSums<A> sums{static_cast<A>(totals[0]), static_cast<A>(totals[1])};
-  const Pullback<Norm, A> pullback(sums, normalizer, A(1) / static_cast<A>(args.cols));
-  T* dx_row = static_cast<T*>(args.grad_input) + row * args.cols;
-  for_each_pack(0, args.cols, [&](std::int64_t col, int valid) {
-    A xhat[kLanes], dy[kLanes], wdy[kLanes];
-    read(col, valid, xhat, dy, wdy);
-    for (int j = 0; j < kLanes; ++j) {
-      xhat[j] = pullback(wdy[j], xhat[j]);
-    }
-    if (Source::kGradStreams == 3) {
-      unpack(ByteAccess::load<kLanes>(row_of<T>(args.grad_sum, row), col, args.cols), dy);
-      for (int j = 0; j < kLanes; ++j) {
-        xhat[j] += dy[j];
-      }
-    }
-    ByteAccess::store(dx_row, col, args.cols, pack_from<T, kLanes>(xhat));
-  });
 }
 
 }  // namespace
 
 void norm_forward(const NormForwardArgs& args, std::int64_t first_row, std::int64_t last_row) {
+  if (is_flexible(args)) {
+    with_flexible(args.dtype, args.kind, [&]<typename A, typename Norm>() {
+      flexible_forward<A, Norm>(args, first_row, last_row);
+    });
+    return;
+  }
   with_dtypes<CpuTypes>(args.dtype, args.param_dtype, [&]<typename T, typename W>() {
     with_norm(args.kind, [&]<typename Norm>() {
       with_source<T>(args.residual, [&]<typename Source>() {
@@ -221,23 +67,25 @@ std::size_t norm_backward_workspace(const NormBackwardArgs& args) {
 
 void norm_backward_rows(const NormBackwardArgs& args, std::int64_t first_chunk,
                         std::int64_t last_chunk) {
-  const std::int64_t chunks = norm_backward_chunks(args);
+  if (is_flexible(args)) {
+    with_flexible(args.dtype, args.kind, [&]<typename A, typename Norm>() {
+      for_each_chunk<Norm, A>(args, first_chunk, last_chunk,
+                              [&](std::int64_t row, std::int64_t last_row, A* partials) {
+                                flexible_backward<A, Norm>(args, row, last_row, partials);
+                              });
+    });
+    return;
+  }
   with_dtypes<CpuTypes>(args.dtype, args.param_dtype, [&]<typename T, typename W>() {
     with_norm(args.kind, [&]<typename Norm>() {
       with_source<T>(args.grad_sum, [&]<typename Source>() {
-        using A = Accumulator<T>;
-        const std::int64_t size = Norm::kGrads * args.cols;
-        for (std::int64_t chunk = first_chunk; chunk < last_chunk; ++chunk) {
-          A* partials = nullptr;
-          if (wants_parameter_gradients(args)) {
-            partials = static_cast<A*>(args.workspace) + chunk * size;
-            std::fill(partials, partials + size, A(0));
-          }
-          const std::int64_t last_row = args.rows * (chunk + 1) / chunks;
-          for (std::int64_t row = args.rows * chunk / chunks; row < last_row; ++row) {
-            backward_row<W, Norm, Source>(args, row, partials);
-          }
-        }
+        for_each_chunk<Norm, Accumulator<T>>(
+            args, first_chunk, last_chunk,
+            [&](std::int64_t row, std::int64_t last_row, Accumulator<T>* partials) {
+              for (; row < last_row; ++row) {
+                backward_row<W, Norm, Source>(args, row, partials);
+              }
+            });
       });
     });
   });
@@ -246,10 +94,9 @@ void norm_backward_rows(const NormBackwardArgs& args, std::int64_t first_chunk,
 void norm_backward_columns(const NormBackwardArgs& args, std::int64_t first_col,
                            std::int64_t last_col) {
   const std::int64_t chunks = norm_backward_chunks(args);
-  with_dtypes<CpuTypes>(args.dtype, args.param_dtype, [&]<typename T, typename W>() {
-    using A = Accumulator<T>;
-    const std::int64_t grads = args.kind == NormKind::kLayerNorm ? 2 : 1;
-    W* const targets[2] = {static_cast<W*>(args.grad_weight), static_cast<W*>(args.grad_bias)};
+  const std::int64_t grads = args.kind == NormKind::kLayerNorm ? 2 : 1;
+  void* const targets[2] = {args.grad_weight, args.grad_bias};
+  const auto sum_columns = [&]<typename A>() {
     for (std::int64_t grad = 0; grad < grads; ++grad) {
       if (targets[grad] == nullptr) {
         continue;
@@ -260,10 +107,20 @@ void norm_backward_columns(const NormBackwardArgs& args, std::int64_t first_col,
         for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
           total += static_cast<double>(partials[chunk * grads * args.cols + col]);
         }
-        targets[grad][col] = static_cast<W>(static_cast<A>(total));
+        const auto rounded = static_cast<A>(total);
+        if (args.add_grads) {
+          static_cast<float*>(targets[grad])[col] += static_cast<float>(rounded);
+        } else {
+          write_any(&rounded, targets[grad], args.param_dtype, col, 1);
+        }
       }
     }
-  });
+  };
+  if (args.dtype == DType::kFloat64) {
+    sum_columns.template operator()<double>();
+  } else {
+    sum_columns.template operator()<float>();
+  }
 }
 
 }  // namespace fused_op::cpu

@@ -6,11 +6,60 @@
 #include "core/norm_args.h"
 #include "core/row_source.h"
 #include "cuda/backward.cuh"
+#include "cuda/flexible.cuh"
 #include "cuda/row_access.cuh"
 #include "cuda/row_sum.cuh"
 #include "cuda/row_tile.h"
 
 namespace fused_op::cuda {
+
+// A row to read, and N of its elements; past the row's end they are zero.
+template <typename Source>
+__device__ __forceinline__ auto reader_of(const ConstRows& rows, std::int64_t row) {
+  if constexpr (Source::kFlexible) {
+    return any_row(rows, row);
+  } else {
+    return row_of<typename Source::Element>(rows, row);
+  }
+}
+template <typename Access, int N, typename T>
+__device__ __forceinline__ void read(const T* row, std::int64_t col, std::int64_t cols,
+                                     Accumulator<T> (&values)[N]) {
+  Pack<T, N> pack = Access::template load<N>(row, col, cols);
+  Access::clip(cols - col, pack);
+  unpack(pack, values);
+}
+template <typename, int N, typename A>
+__device__ __forceinline__ void read(const AnyRow& row, std::int64_t col, std::int64_t cols,
+                                     A (&values)[N]) {
+  to_values(load_raw<N, A>(row, col, cols), row.dtype, values);
+}
+
+// x̂, dy and dy·weight of N elements.
+template <typename W, typename Norm, typename Source, typename Access, int N, typename Reader,
+          typename A>
+__device__ __forceinline__ void read_terms(const NormBackwardArgs& args, const Reader& x_row,
+                                           const Reader& dy_row, const DropoutState& state,
+                                           std::int64_t row, std::int64_t col,
+                                           const Normalizer<A>& normalizer, const A (&weight)[N],
+                                           A (&xhat)[N], A (&dy)[N], A (&wdy)[N]) {
+  read<Access>(x_row, col, args.cols, xhat);
+  read<Access>(dy_row, col, args.cols, dy);
+  if constexpr (Source::kFlexible) {
+    if (args.dropout.active && !args.drops_input) {
+      DropoutRow(state, row).apply(args.dropout, col, dy);
+    }
+  }
+  const bool from_output = Source::kFlexible && args.x_is_output;
+  if (from_output) {
+    xhat_of_output(args, col, weight, xhat);
+  }
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    xhat[j] = from_output ? xhat[j] : Norm::normalized(xhat[j], normalizer);
+    wdy[j] = dy[j] * weight[j];
+  }
+}
 
 // First step: the two sums of each row. One CTA a row.
 template <typename W, typename Norm, typename Source, typename Access>
@@ -19,32 +68,31 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                                   PullbackSums<Accumulator<typename Source::Element>>* row_sums) {
   using T = typename Source::Element;
   using A = Accumulator<T>;
-  constexpr int N = kVector<T>;
+  constexpr int N = Source::kElements;
   constexpr int kWarps = kMaxRowThreads / kWarpSize;
 
   const std::int64_t row = blockIdx.x;
   const Normalizer<A> normalizer =
       Norm::saved(static_cast<const A*>(args.stats), row, args.rows).normalizer();
-  const T* x_row = row_of<T>(args.x, row);
-  const T* dy_row = row_of<T>(args.grad_output, row);
-  const W* weight = static_cast<const W*>(args.weight);
+  const auto x_row = reader_of<Source>(args.x, row);
+  const auto dy_row = reader_of<Source>(args.grad_output, row);
 
+  const DropoutState state(args.dropout);
   PullbackSums<A> sums{};
-#pragma unroll 4
+#pragma unroll(Source::kFlexible ? 1 : 4)
   for (std::int64_t col = static_cast<std::int64_t>(threadIdx.x) * N; col < args.cols;
        col += kMaxRowThreads * N) {
-    A x[N], dy[N], w[N];
-    Pack<T, N> x_pack = Access::template load<N>(x_row, col, args.cols);
-    Pack<T, N> dy_pack = Access::template load<N>(dy_row, col, args.cols);
-    Pack<W, N> w_pack = load_parameters<N>(weight, col, args.cols, 1);
-    Access::clip(args.cols - col, x_pack, dy_pack);
-    Access::clip(args.cols - col, w_pack);
-    unpack(x_pack, x);
-    unpack(dy_pack, dy);
+    A xhat[N], dy[N], wdy[N], w[N];
+    auto w_pack = parameters_of<W, N>(args.weight, args.param_dtype, col, args.cols, 1);
+    if constexpr (Access::kSharesBlocks) {
+      Access::clip(args.cols - col, w_pack);
+    }
     unpack(w_pack, w);
+    read_terms<W, Norm, Source, Access>(args, x_row, dy_row, state, row, col, normalizer, w, xhat,
+                                        dy, wdy);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      sums.add(dy[j] * w[j], Norm::normalized(x[j], normalizer));
+      sums.add(wdy[j], xhat[j]);
     }
   }
   __shared__ PullbackSums<A> parts[kWarps];
@@ -73,50 +121,60 @@ __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
     Accumulator<typename Source::Element>* partials) {
   using T = typename Source::Element;
   using A = Accumulator<T>;
-  constexpr int N = kVector<T>;
+  constexpr int N = Source::kElements;
 
   const std::int64_t col =
       (static_cast<std::int64_t>(blockIdx.x) * kColumnThreads + threadIdx.x) * N;
   const A inverse_cols = reciprocal(static_cast<A>(args.cols));
   const A* stats = static_cast<const A*>(args.stats);
-  const W* weight = static_cast<const W*>(args.weight);
   A w[N];
   A dweight[N] = {};
   A dbias[N] = {};
-  unpack(load_parameters<N>(weight, col, args.cols, 1), w);
+  const DropoutState state(args.dropout);
+  unpack(parameters_of<W, N>(args.weight, args.param_dtype, col, args.cols, 1), w);
   const std::int64_t last_row = args.rows * (blockIdx.y + 1) / gridDim.y;
-#pragma unroll(sizeof(A) == 4 ? 2 : 1)
+#pragma unroll(sizeof(A) == 4 && !Source::kFlexible ? 2 : 1)
   for (std::int64_t row = args.rows * blockIdx.y / gridDim.y; row < last_row; ++row) {
-    const T* x_row = row_of<T>(args.x, row);
-    const T* dy_row = row_of<T>(args.grad_output, row);
+    const auto x_row = reader_of<Source>(args.x, row);
+    const auto dy_row = reader_of<Source>(args.grad_output, row);
     const Normalizer<A> normalizer = Norm::saved(stats, row, args.rows).normalizer();
     const Pullback<Norm, A> pullback(row_sums[row], normalizer, inverse_cols);
-    A x[N], dy[N], dx[N];
-    unpack(Access::template load<N>(x_row, col, args.cols), x);
-    unpack(Access::template load<N>(dy_row, col, args.cols), dy);
+    A xhat[N], dy[N], dx[N];
+    read_terms<W, Norm, Source, Access>(args, x_row, dy_row, state, row, col, normalizer, w, xhat,
+                                        dy, dx);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      const A xhat = Norm::normalized(x[j], normalizer);
-      dweight[j] = multiply_add(dy[j], xhat, dweight[j]);
+      dweight[j] = multiply_add(dy[j], xhat[j], dweight[j]);
       dbias[j] += dy[j];
-      dx[j] = pullback(dy[j] * w[j], xhat);
+      dx[j] = pullback(dx[j], xhat[j]);
     }
-    if constexpr (Source::kGradStreams == 3) {
-      const T* sum_row = row_of<T>(args.grad_sum, row);
-      unpack(Access::template load<N>(sum_row, col, args.cols), dy);
+    if (Source::kFlexible || Source::kDrops ? args.grad_sum.data != nullptr
+                                            : Source::kGradStreams == 3) {
+      read<Access>(reader_of<Source>(args.grad_sum, row), col, args.cols, dy);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         dx[j] += dy[j];
       }
     }
-    if (args.grad_input != nullptr) {
-      T* dx_row = static_cast<T*>(args.grad_input) + row * args.cols;
-      const Pack<T, N> result[1] = {pack_from<T, N>(dx)};
-      Access::template store_row<kWarpSize>(dx_row, col, args.cols, result);
+    if constexpr (Source::kFlexible) {
+      store_row_gradients(args, state, row, col, args.cols, dx);
+    } else {
+      const auto store = [&](const Rows& rows) {
+        if (rows.data != nullptr) {
+          const Pack<T, N> result[1] = {pack_from<T, N>(dx)};
+          T* const dx_row = static_cast<T*>(rows.data) + row * args.cols;
+          Access::template store_row<kWarpSize>(dx_row, col, args.cols, result);
+        }
+      };
+      if constexpr (Source::kDrops) {
+        store(args.grad_residual);
+        DropoutRow(state, row).apply(args.dropout, col, dx);
+      }
+      store(args.grad_input);
     }
   }
   if (partials != nullptr) {
-    const std::int64_t stride = partial_stride<T>(args.cols);
+    const std::int64_t stride = partial_stride<Source>(args.cols);
     A* const target = partials + static_cast<std::int64_t>(blockIdx.y) * Norm::kGrads * stride;
     VectorAccess::store(target, col, stride, as_pack(dweight));
     if constexpr (Norm::kGrads == 2) {

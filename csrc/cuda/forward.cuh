@@ -8,6 +8,7 @@
 
 #include "core/norm_args.h"
 #include "core/row_source.h"
+#include "cuda/flexible.cuh"
 #include "cuda/row_access.cuh"
 #include "cuda/row_sum.cuh"
 #include "cuda/row_tile.h"
@@ -76,14 +77,14 @@ __device__ __forceinline__ Moments<A> group_moments(const Pack<T, N> (&row)[kVec
 template <typename W, typename Norm, int N>
 struct Affine {
   Affine() = default;
-  Pack<W, N> weight;
-  Pack<W, N> bias;
+  Pack<typename ParameterOf<W>::type, N> weight;
+  Pack<typename ParameterOf<W>::type, N> bias;
 
   template <typename Col>
   __device__ __forceinline__ Affine(const NormForwardArgs& args, Col col, Col width)
-      : weight(load_parameters<N>(static_cast<const W*>(args.weight), col, width, 1)) {
+      : weight(parameters_of<W, N>(args.weight, args.param_dtype, col, width, 1)) {
     if constexpr (Norm::kCentered) {
-      bias = load_parameters<N>(static_cast<const W*>(args.bias), col, width, 0);
+      bias = parameters_of<W, N>(args.bias, args.param_dtype, col, width, 0);
     }
   }
 };
@@ -107,6 +108,37 @@ __device__ __forceinline__ Pack<T, N> output_of(const Affine<W, Norm, N>& affine
   return pack_from<T, N>(x);
 }
 
+// Where the output of a row goes, and how a pack gets there.
+template <typename Source>
+__device__ __forceinline__ auto target_of(const NormForwardArgs& args, std::int64_t row) {
+  using T = typename Source::Element;
+  if constexpr (Source::kFlexible) {
+    return AnyTarget<T>(args, row);
+  } else {
+    return static_cast<T*>(args.output.data) + row * args.cols;
+  }
+}
+template <typename Access, typename T, int N, typename Col>
+__device__ __forceinline__ void store_output(T* target, Col col, Col width,
+                                             const Pack<T, N>& pack) {
+  Access::store(target, col, width, pack);
+}
+template <typename, typename T, int N, typename Col>
+__device__ __forceinline__ void store_output(const AnyTarget<T>& target, Col col, Col width,
+                                             const Pack<T, N>& pack) {
+  target.store(col, width, pack);
+}
+
+// A pack of a finished row, read again; not clipped.
+template <typename Access, int N, typename Source, typename Col>
+__device__ __forceinline__ auto reload(const Source& source, Col col, Col width) {
+  if constexpr (Source::kFlexible) {
+    return source.template reload<N>(col, width);
+  } else {
+    return Access::template load<N>(source.row(), col, width);
+  }
+}
+
 // Writes the output of a thread's vectors. Weight and bias are loaded kAhead vectors ahead, so that
 // their latency is met once or twice a row; whole packs are stored one by one, since loads that
 // come after a store stay behind it, and registers suffice. H200, bf16, with a load at each use,
@@ -114,25 +146,26 @@ __device__ __forceinline__ Pack<T, N> output_of(const Affine<W, Norm, N>& affine
 // 0.941 0.936 at 8192x16384; 1x1024 2.61, 2.42, 2.16 us. Two are too many where rows are streamed:
 // 0.81 0.81 0.63 at 4096x32768.
 template <int kLanes, typename Access, int kAhead, typename W, typename Norm, int N, typename T,
-          int kVectors, typename A, typename Col>
+          int kVectors, typename A, typename Col, typename Target>
 __device__ __forceinline__ void write_row(const NormForwardArgs& args,
-                                          Affine<W, Norm, N> (&affine)[kAhead], T* output, Col col,
-                                          Col live_width, Pack<T, N> (&packs)[kVectors],
+                                          Affine<W, Norm, N> (&affine)[kAhead],
+                                          const Target& target, Col col, Col live_width,
+                                          Pack<T, N> (&packs)[kVectors],
                                           const Normalizer<A>& normalizer) {
   const Col width = static_cast<Col>(args.cols);
   const auto col_of = [&](int i) { return col + i * kLanes * N; };
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     packs[i] = output_of(affine[i % kAhead], packs[i], normalizer);
-    if constexpr (Access::kWholePacks) {
-      Access::store(output, col_of(i), live_width, packs[i]);
+    if constexpr (!Access::kSharesBlocks) {
+      store_output<Access>(target, col_of(i), live_width, packs[i]);
     }
     if (i + kAhead < kVectors) {
       affine[i % kAhead] = {args, col_of(i + kAhead), width};
     }
   }
-  if constexpr (!Access::kWholePacks) {
-    Access::template store_row<kLanes>(output, col, live_width, packs);
+  if constexpr (Access::kSharesBlocks) {
+    Access::template store_row<kLanes>(target, col, live_width, packs);
   }
 }
 
@@ -158,9 +191,9 @@ __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const
                                               Moments<A> moments,
                                               ForwardExchange<Tile, A> exchange) {
   using T = typename Source::Element;
-  constexpr int N = kVector<T>;
+  constexpr int N = Source::kElements;
   constexpr int kLanes = Tile::kLanes;
-  const T* const row = Source(args, place.row).row();
+  const Source source(args, place.row);
   const int width = static_cast<int>(args.cols);
   const A cols = static_cast<A>(width);
   const A inverse_cols = reciprocal(cols);
@@ -174,8 +207,10 @@ __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const
     WarpMoments<A> mine{};
 #pragma unroll 1
     for (int i = 0; i < Tile::kVectors; ++i) {
-      Pack<T, N> pack[1] = {Access::template load<N>(row, col_of(i), width)};
-      Access::clip(width - col_of(i), pack[0]);
+      Pack<T, N> pack[1] = {reload<Access, N>(source, col_of(i), width)};
+      if constexpr (!Source::kFlexible) {
+        Access::clip(width - col_of(i), pack[0]);
+      }
       const int in_row = min(max(width - (col_of(i) - place.lane * N), 0), kLanes * N);
       const A count = static_cast<A>(in_row);
       mine = append(mine, {count, group_moments<Norm, Access, kLanes>(pack, width - col_of(i),
@@ -201,13 +236,12 @@ __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const
   if (args.stats != nullptr && place.live_width > 0 && place.lane == 0 && place.part == 0) {
     Norm::save(normalizer, moments, static_cast<A*>(args.stats), place.row, args.rows);
   }
-  T* const output = static_cast<T*>(args.output) + place.row * args.cols;
+  const auto target = target_of<Source>(args, place.row);
 #pragma unroll 1
   for (int i = 0; i < Tile::kVectors; ++i) {
-    const Pack<T, N> pack = Access::template load<N>(row, col_of(i), width);
-    const Affine<W, Norm, N> affine(args, col_of(i), width);
-    const Pack<T, N> result[1] = {output_of(affine, pack, normalizer)};
-    Access::template store_row<kLanes>(output, col_of(i), place.live_width, result);
+    Pack<T, N> packs[1] = {reload<Access, N>(source, col_of(i), width)};
+    Affine<W, Norm, N> affine[1] = {{args, col_of(i), width}};
+    write_row<kLanes, Access>(args, affine, target, col_of(i), place.live_width, packs, normalizer);
   }
 }
 
@@ -219,7 +253,7 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
     norm_forward_kernel(const __grid_constant__ NormForwardArgs args) {
   using T = typename Source::Element;
   using A = Accumulator<T>;
-  constexpr int N = kVector<T>;
+  constexpr int N = Source::kElements;
   constexpr int kLanes = Tile::kLanes;
   constexpr int kVectors = Tile::kVectors;
 
@@ -328,8 +362,8 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   if constexpr (Tile::kSpread == 1) {
     load_affine();
   }
-  T* output = static_cast<T*>(args.output) + row * args.cols;
-  write_row<kLanes, Access>(args, affine, output, first_col, live_width, packs, normalizer);
+  const auto target = target_of<Source>(args, row);
+  write_row<kLanes, Access>(args, affine, target, first_col, live_width, packs, normalizer);
 }
 
 }  // namespace fused_op::cuda

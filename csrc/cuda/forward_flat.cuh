@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kFlatThreads)
   }
   __syncthreads();
 
-  T* const output = static_cast<T*>(args.output) + first_row * width;
+  T* const output = static_cast<T*>(args.output.data) + first_row * width;
   for (int i = threadIdx.x; (i + 1) * N <= span; i += kFlatThreads) {
     VectorAccess::store(output, i * N, span, packs[i]);
   }

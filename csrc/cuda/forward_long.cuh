@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     norm_forward_streamed_kernel(const __grid_constant__ NormForwardArgs args) {
   using T = typename Source::Element;
   using A = Accumulator<T>;
-  constexpr int N = kVector<T>;
+  constexpr int N = Source::kElements;
   constexpr int kVectors = ClusterTile::kVectors;
   constexpr int kPartCols = kVectors * kWarpSize * N;
 
@@ -76,17 +76,16 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     Norm::save(normalizer, moments, static_cast<A*>(args.stats), row, args.rows);
   }
 
-  const T* values = source.row();
-  T* output = static_cast<T*>(args.output) + row * args.cols;
+  const auto target = target_of<Source>(args, row);
   for (std::int64_t part = warp; part < row_parts; part += kMaxCtaParts) {
     const std::int64_t begin = part * kPartCols;
     Pack<T, N> results[kVectors];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      results[i] = Access::template load<N>(values, begin + (i * kWarpSize + lane) * N, args.cols);
+      results[i] = reload<Access, N>(source, begin + (i * kWarpSize + lane) * N, args.cols);
     }
     Affine<W, Norm, N> affine[1] = {{args, begin + lane * N, args.cols}};
-    write_row<kWarpSize, Access>(args, affine, output, begin + lane * N, args.cols, results,
+    write_row<kWarpSize, Access>(args, affine, target, begin + lane * N, args.cols, results,
                                  normalizer);
   }
 }

@@ -27,6 +27,17 @@ DeviceInfo read_device_info(int device) {
   return info;
 }
 
+// Calls function with the types of rows and parameters.
+template <typename Args, typename Function>
+auto with_types(const Args& args, Function&& function) {
+  if (!is_flexible(args) || is_vector_dropout(args)) {
+    return with_dtypes<CudaTypes>(args.dtype, args.param_dtype, function);
+  }
+  return args.dtype == DType::kFloat64
+             ? function.template operator()<double, AnyParameter<double>>()
+             : function.template operator()<float, AnyParameter<float>>();
+}
+
 }  // namespace
 
 const DeviceInfo& device_info() {
@@ -40,21 +51,17 @@ const DeviceInfo& device_info() {
 }
 
 cudaError_t norm_forward(const NormForwardArgs& args, cudaStream_t stream) {
-  return with_dtypes<CudaTypes>(args.dtype, args.param_dtype, [&]<typename T, typename W>() {
-    return launch_forward<T, W>(args, stream);
-  });
+  return with_types(args,
+                    [&]<typename T, typename W>() { return launch_forward<T, W>(args, stream); });
 }
 
 std::size_t norm_backward_workspace(const NormBackwardArgs& args) {
-  return with_dtypes<CudaTypes>(args.dtype, args.param_dtype, [&]<typename T, typename W>() {
-    return backward_workspace<T, W>(args);
-  });
+  return with_types(args, [&]<typename T, typename W>() { return backward_workspace<T, W>(args); });
 }
 
 cudaError_t norm_backward(const NormBackwardArgs& args, cudaStream_t stream) {
-  return with_dtypes<CudaTypes>(args.dtype, args.param_dtype, [&]<typename T, typename W>() {
-    return launch_backward<T, W>(args, stream);
-  });
+  return with_types(args,
+                    [&]<typename T, typename W>() { return launch_backward<T, W>(args, stream); });
 }
 
 }  // namespace fused_op::cuda

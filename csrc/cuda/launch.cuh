@@ -22,7 +22,8 @@ template <typename T, typename Function>
 auto with_access(std::int64_t cols, std::initializer_list<ConstRows> rows, Function&& function) {
   bool whole = cols % kVector<T> == 0;
   for (const ConstRows& each : rows) {
-    whole = whole && vector_aligned(each.data) && each.stride % kVector<T> == 0;
+    whole = whole && vector_aligned(each.data) && each.stride % kVector<T> == 0 &&
+            each.split.outer_stride % kVector<T> == 0;
   }
   return whole ? function.template operator()<VectorAccess>()
                : function.template operator()<ShiftedAccess>();
@@ -46,7 +47,7 @@ class AttributeOnce {
 };
 
 // A dense argument, as rows.
-inline ConstRows dense(const void* data) { return {data, 0}; }
+inline ConstRows dense(const void* data) { return {.data = data}; }
 
 // Whether rows that one CTA's registers cannot hold lie over a cluster, or are streamed; the bits
 // are the same. A cluster fills the GPU where rows are few, but its launch costs microseconds:
@@ -101,7 +102,8 @@ inline bool in_spread(const NormForwardArgs& args, std::int64_t vectors) {
 template <typename T>
 bool is_flat(const NormForwardArgs& args) {
   return args.residual.data == nullptr && args.cols < kVector<T> &&
-         args.input.stride == args.cols && vector_aligned(args.input.data);
+         args.input.stride == args.cols && args.input.split.inner == 0 &&
+         vector_aligned(args.input.data);
 }
 
 template <typename T, typename Function>
@@ -115,50 +117,65 @@ auto with_flat_cols(std::int64_t cols, Function&& function) {
   return function.template operator()<2>();
 }
 
+// Rows that are longer than one vector, or not one span.
+template <typename W, typename Norm, typename Source, typename Access>
+void launch_rows(const NormForwardArgs& args, cudaStream_t stream) {
+  const std::int64_t vectors = ceil_div(args.cols, Source::kElements);
+  if constexpr (!Source::kFlexible) {
+    if (vectors > kMaxForwardVectors && in_cluster<Norm>(args, vectors, device_info())) {
+      static AttributeOnce large;
+      launch_clusters(norm_forward_kernel<W, Norm, Source, Access, ClusterTile>, large, args,
+                      vectors, device_info(), stream);
+      return;
+    }
+    if (in_spread(args, vectors)) {
+      const auto parts = static_cast<unsigned>(row_warps<RowTile<32, 4>>(vectors));
+      norm_forward_kernel<W, Norm, Source, Access, SpreadTile>
+          <<<static_cast<unsigned>(args.rows), parts * SpreadTile::kSpread * kWarpSize, 0,
+             stream>>>(args);
+      return;
+    }
+  }
+  if (vectors > (Source::kFlexible ? kMaxFlexibleVectors : kMaxForwardVectors)) {
+    norm_forward_streamed_kernel<W, Norm, Source, Access>
+        <<<static_cast<unsigned>(args.rows), kMaxRowThreads, 0, stream>>>(args);
+    return;
+  }
+  const auto launch = [&]<typename Tile>() {
+    const int row_threads = Tile::kLanes * row_warps<Tile>(vectors);
+    const int threads = row_threads <= kWarpSize ? 128 : row_threads;
+    const auto grid = static_cast<unsigned>(ceil_div(args.rows, threads / row_threads));
+    norm_forward_kernel<W, Norm, Source, Access, Tile><<<grid, threads, 0, stream>>>(args);
+  };
+  if constexpr (Source::kFlexible) {
+    with_flexible_tile(vectors, launch);
+  } else {
+    with_forward_tile(vectors, launch);
+  }
+}
+
 template <typename T, typename W>
 cudaError_t launch_forward(const NormForwardArgs& args, cudaStream_t stream) {
-  const std::int64_t vectors = ceil_div(args.cols, kVector<T>);
   with_norm(args.kind, [&]<typename Norm>() {
-    if (is_flat<T>(args)) {
+    if constexpr (kIsFlexible<W>) {
+      launch_rows<W, Norm, Flexible<T>, AnyAccess>(args, stream);
+    } else if (sizeof(T) < 8 && args.dropout.active) {
+      if constexpr (sizeof(T) < 8) {
+        launch_rows<W, Norm, DropoutAddResidual<T>, VectorAccess>(args, stream);
+      }
+    } else if (is_flat<T>(args)) {
       with_flat_cols<T>(args.cols, [&]<int kMaxCols>() {
         norm_forward_flat_kernel<W, Norm, T, kMaxCols>
             <<<static_cast<unsigned>(ceil_div(args.rows, kFlatRows)), kFlatThreads, 0, stream>>>(
                 args);
       });
-      return;
+    } else {
+      with_source<T>(args.residual, [&]<typename Source>() {
+        with_access<T>(
+            args.cols, {args.input, args.residual, dense(args.output.data), dense(args.sum)},
+            [&]<typename Access>() { launch_rows<W, Norm, Source, Access>(args, stream); });
+      });
     }
-    with_source<T>(args.residual, [&]<typename Source>() {
-      with_access<T>(
-          args.cols, {args.input, args.residual, dense(args.output), dense(args.sum)},
-          [&]<typename Access>() {
-            if (vectors > kMaxForwardVectors) {
-              const DeviceInfo& device = device_info();
-              if (in_cluster<Norm>(args, vectors, device)) {
-                static AttributeOnce large;
-                launch_clusters(norm_forward_kernel<W, Norm, Source, Access, ClusterTile>, large,
-                                args, vectors, device, stream);
-              } else {
-                norm_forward_streamed_kernel<W, Norm, Source, Access>
-                    <<<static_cast<unsigned>(args.rows), kMaxRowThreads, 0, stream>>>(args);
-              }
-              return;
-            }
-            if (in_spread(args, vectors)) {
-              const auto parts = static_cast<unsigned>(row_warps<RowTile<32, 4>>(vectors));
-              norm_forward_kernel<W, Norm, Source, Access, SpreadTile>
-                  <<<static_cast<unsigned>(args.rows), parts * SpreadTile::kSpread * kWarpSize, 0,
-                     stream>>>(args);
-              return;
-            }
-            with_forward_tile(vectors, [&]<typename Tile>() {
-              const int row_threads = Tile::kLanes * row_warps<Tile>(vectors);
-              const int threads = row_threads <= kWarpSize ? 128 : row_threads;
-              const auto grid = static_cast<unsigned>(ceil_div(args.rows, threads / row_threads));
-              norm_forward_kernel<W, Norm, Source, Access, Tile>
-                  <<<grid, threads, 0, stream>>>(args);
-            });
-          });
-    });
   });
   return cudaGetLastError();
 }
@@ -183,7 +200,7 @@ BackwardPlan plan_backward(const NormBackwardArgs& args) {
   using A = Accumulator<T>;
   using Layout = BackwardLayout<W, Source, Access, Tile>;
   const DeviceInfo& device = device_info();
-  const std::int64_t vectors = ceil_div(args.cols, kVector<T>);
+  const std::int64_t vectors = ceil_div(args.cols, Source::kElements);
   BackwardPlan plan{};
   const int row_threads = Tile::kLanes * row_warps<Tile>(vectors);
   plan.row_threads = row_threads;
@@ -193,10 +210,14 @@ BackwardPlan plan_backward(const NormBackwardArgs& args) {
     return std::min(Layout::kThreads, groups * Tile::kLanes);
   };
   const int most_threads = threads_with(Layout::kGroupBlocks);
-  // Decided alike for both kinds of access: a row's sums must not depend on its address.
-  using Shifted = BackwardLayout<W, Source, ShiftedAccess, Tile>;
-  plan.at_once = vectors <= kMaxBackwardVectors &&
-                 row_threads <= std::min(most_threads, threads_with(Shifted::kGroupBlocks));
+  if constexpr (Source::kFlexible) {
+    plan.at_once = vectors <= kMaxFlexibleVectors && row_threads <= most_threads;
+  } else {
+    // Decided alike for both kinds of access: a row's sums must not depend on its address.
+    using Shifted = BackwardLayout<W, Source, ShiftedAccess, Tile>;
+    plan.at_once = vectors <= kMaxBackwardVectors &&
+                   row_threads <= std::min(most_threads, threads_with(Shifted::kGroupBlocks));
+  }
   if (plan.at_once) {
     // One CTA where it holds all rows, and needs no partial sums then. Else a CTA for every
     // multiprocessor comes first, and then as many rows side by side as it holds.
@@ -220,38 +241,51 @@ BackwardPlan plan_backward(const NormBackwardArgs& args) {
   const bool wanted = args.grad_weight != nullptr || args.grad_bias != nullptr;
   if (wanted && !(plan.at_once && plan.parts == 1)) {
     plan.partials_bytes = static_cast<std::size_t>(plan.parts) * Norm::kGrads *
-                          partial_stride<T>(args.cols) * sizeof(A);
+                          partial_stride<Source>(args.cols) * sizeof(A);
   }
   return plan;
 }
 
-template <typename T, typename Function>
+template <typename T, typename W, typename Function>
 auto with_backward_variant(const NormBackwardArgs& args, Function&& function) {
   return with_norm(args.kind, [&]<typename Norm>() {
-    return with_source<T>(args.grad_sum, [&]<typename Source>() {
-      return with_access<T>(
-          args.cols, {args.x, args.grad_output, args.grad_sum, dense(args.grad_input)},
-          [&]<typename Access>() {
-            return with_backward_tile(ceil_div(args.cols, kVector<T>), [&]<typename Tile>() {
-              return function.template operator()<Norm, Source, Access, Tile>();
-            });
-          });
-    });
+    if constexpr (kIsFlexible<W>) {
+      const std::int64_t vectors = ceil_div(args.cols, Flexible<T>::kElements);
+      return with_flexible_tile(vectors, [&]<typename Tile>() {
+        return function.template operator()<Norm, Flexible<T>, AnyAccess, Tile>();
+      });
+    } else {
+      const auto with_tile = [&]<typename Source, typename Access>() {
+        return with_backward_tile(ceil_div(args.cols, kVector<T>), [&]<typename Tile>() {
+          return function.template operator()<Norm, Source, Access, Tile>();
+        });
+      };
+      if constexpr (sizeof(T) < 8) {
+        if (args.dropout.active) {
+          return with_tile.template operator()<DropoutAddResidual<T>, VectorAccess>();
+        }
+      }
+      return with_source<T>(args.grad_sum, [&]<typename Source>() {
+        return with_access<T>(
+            args.cols, {args.x, args.grad_output, args.grad_sum, dense(args.grad_input.data)},
+            [&]<typename Access>() { return with_tile.template operator()<Source, Access>(); });
+      });
+    }
   });
 }
 
 template <typename T, typename W>
 std::size_t backward_workspace(const NormBackwardArgs& args) {
-  return with_backward_variant<T>(
+  return with_backward_variant<T, W>(
       args, [&]<typename Norm, typename Source, typename Access, typename Tile>() {
         const BackwardPlan plan = plan_backward<W, Norm, Source, Access, Tile>(args);
         return plan.row_sums_bytes + plan.partials_bytes;
       });
 }
 
-template <typename T, typename W, typename A>
+template <typename W, typename A>
 cudaError_t launch_sum_partials(const NormBackwardArgs& args, const A* partials, std::int64_t parts,
-                                int grads, cudaStream_t stream) {
+                                int grads, std::int64_t stride, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(ceil_div(args.cols, kSumCols<A>)), grads);
   config.blockDim = dim3(kSumLanes, kSumRows);
@@ -262,14 +296,15 @@ cudaError_t launch_sum_partials(const NormBackwardArgs& args, const A* partials,
   overlap.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &overlap;
   config.numAttrs = device_info().hopper ? 1 : 0;
+  const ParameterGradients targets{
+      {args.grad_weight, args.grad_bias}, args.param_dtype, args.add_grads};
   return cudaLaunchKernelEx(&config, sum_partials_kernel<W, A>, partials, static_cast<int>(parts),
-                            grads, partial_stride<T>(args.cols), args.cols,
-                            static_cast<W*>(args.grad_weight), static_cast<W*>(args.grad_bias));
+                            grads, stride, args.cols, targets);
 }
 
 template <typename T, typename W>
 cudaError_t launch_backward(const NormBackwardArgs& args, cudaStream_t stream) {
-  return with_backward_variant<T>(
+  return with_backward_variant<T, W>(
       args, [&]<typename Norm, typename Source, typename Access, typename Tile>() {
         using A = Accumulator<T>;
         const BackwardPlan plan = plan_backward<W, Norm, Source, Access, Tile>(args);
@@ -285,18 +320,21 @@ cudaError_t launch_backward(const NormBackwardArgs& args, cudaStream_t stream) {
                           most_dynamic_shared(device_info()), device_info());
           const dim3 block(plan.row_threads, plan.threads / plan.row_threads);
           const std::int64_t step = plan.parts * block.y;
-          const auto bytes = [&](std::int64_t stride) {
-            return step * stride * static_cast<std::int64_t>(sizeof(T));
+          const auto bytes = [&](std::int64_t stride, DType dtype) {
+            return step * stride * size_of(dtype);
           };
-          const RowSteps steps{
-              step,
-              {bytes(args.x.stride), bytes(args.grad_output.stride), bytes(args.grad_sum.stride)},
-              bytes(args.cols)};
+          const RowSteps steps{step,
+                               {bytes(args.x.stride, args.x.dtype),
+                                bytes(args.grad_output.stride, args.grad_output.dtype),
+                                bytes(args.grad_sum.stride, args.grad_sum.dtype)},
+                               bytes(args.cols, args.dtype),
+                               args.x.split.inner != 0 || args.grad_output.split.inner != 0 ||
+                                   args.grad_sum.split.inner != 0};
           kernel<<<static_cast<unsigned>(plan.parts), block, plan.shared_bytes, stream>>>(
               args, steps, partials);
         } else {
-          const auto slabs =
-              static_cast<unsigned>(ceil_div(ceil_div(args.cols, kVector<T>), kColumnThreads));
+          const auto slabs = static_cast<unsigned>(
+              ceil_div(ceil_div(args.cols, Source::kElements), kColumnThreads));
           norm_backward_row_sums_kernel<W, Norm, Source, Access>
               <<<static_cast<unsigned>(args.rows), kMaxRowThreads, 0, stream>>>(args, row_sums);
           norm_backward_columns_kernel<W, Norm, Source, Access>
@@ -307,7 +345,8 @@ cudaError_t launch_backward(const NormBackwardArgs& args, cudaStream_t stream) {
         if (launched != cudaSuccess || partials == nullptr) {
           return launched;
         }
-        return launch_sum_partials<T, W>(args, partials, plan.parts, Norm::kGrads, stream);
+        return launch_sum_partials<W>(args, partials, plan.parts, Norm::kGrads,
+                                      partial_stride<Source>(args.cols), stream);
       });
 }
 

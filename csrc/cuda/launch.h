@@ -21,6 +21,11 @@ struct DeviceInfo {
 };
 const DeviceInfo& device_info();  // of the current device; read once per process
 
+// The type of parameters whose dtype is known at run time only, and with it that of every other
+// tensor: T is what rows are held as.
+template <typename A>
+struct AnyParameter {};
+
 template <typename T, typename W>
 cudaError_t launch_forward(const NormForwardArgs& args, cudaStream_t stream);
 template <typename T, typename W>

@@ -15,6 +15,12 @@ __device__ __forceinline__ void load_shared(std::uint32_t address, std::uint32_t
                : "memory");
 }
 
+__device__ __forceinline__ void store_shared(std::uint32_t address, const std::uint32_t* words) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
 // 16 bytes of global memory, where `wanted`; else `words` stay. One predicated instruction: of
 // loads in branches of their own, each would be waited for before the next is issued.
 __device__ __forceinline__ void load_if(bool wanted, const void* address, std::uint32_t* words) {
@@ -33,6 +39,7 @@ __device__ __forceinline__ void load_if(bool wanted, const void* address, std::u
 // inside or wholly outside, and moves in one instruction.
 struct VectorAccess {
   static constexpr bool kWholePacks = true;
+  static constexpr bool kSharesBlocks = false;
 
   template <int N, typename T, typename Col>
   __device__ __forceinline__ static Pack<T, N> load(const T* row, Col col, Col width) {
@@ -68,6 +75,7 @@ struct VectorAccess {
 // shifted together; neighbouring lanes exchange their packs to write aligned blocks.
 struct ShiftedAccess {
   static constexpr bool kWholePacks = false;
+  static constexpr bool kSharesBlocks = true;  // among neighbouring lanes
 
   template <int N, typename T, typename Col>
   __device__ __forceinline__ static Pack<T, N> load(const T* row, Col col, Col width) {

@@ -54,7 +54,7 @@ template <typename W, typename Source, typename Access, typename Tile>
 struct ForwardBounds {
   static constexpr int kElement = sizeof(typename Source::Element);
   static constexpr bool kManyLoads = Source::kGradStreams == 3 || sizeof(W) > kElement;
-  static constexpr bool kShifted = !Access::kWholePacks;
+  static constexpr bool kShifted = Access::kSharesBlocks;
   // Threads of a multiprocessor that share its 65536 registers.
   static constexpr int kThreadsPerSm = kElement == 8 || (kShifted && kManyLoads) ? 512
                                        : kShifted || kManyLoads                  ? 768
@@ -79,6 +79,18 @@ auto with_forward_tile(std::int64_t vectors, Function&& function) {
   if (vectors <= 32) return function.template operator()<RowTile<8, 4>>();
   if (vectors <= 64) return function.template operator()<RowTile<16, 4>>();
   return function.template operator()<RowTile<32, 4>>();
+}
+
+// Forward and backward of the flexible kernels, by packs of their own length.
+constexpr std::int64_t kMaxFlexibleVectors = kMaxRowThreads * 2;
+template <typename Function>
+auto with_flexible_tile(std::int64_t vectors, Function&& function) {
+  if (vectors <= 1) return function.template operator()<RowTile<1, 1>>();
+  if (vectors <= 4) return function.template operator()<RowTile<4, 1>>();
+  if (vectors <= 8) return function.template operator()<RowTile<8, 1>>();
+  if (vectors <= 16) return function.template operator()<RowTile<16, 1>>();
+  if (vectors <= 32) return function.template operator()<RowTile<32, 1>>();
+  return function.template operator()<RowTile<32, 2>>();
 }
 
 // Backward: a CTA holds several rows side by side, 512 threads at most: 128 registers a thread, of

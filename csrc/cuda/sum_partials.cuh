@@ -3,9 +3,17 @@
 #pragma once
 
 #include "core/pack.h"
+#include "cuda/flexible.cuh"
 #include "cuda/row_access.cuh"
 
 namespace fused_op::cuda {
+
+// Where the gradients of weight and bias go; null: not wanted.
+struct ParameterGradients {
+  void* data[2];
+  DType dtype;
+  bool add;  // they are f32, and are added to
+};
 
 // Column sums of [parts, grads, stride] into the parameters' type. block: (kSumLanes, kSumRows); a
 // thread adds up one vector of columns, of every kSumRows-th row.
@@ -16,9 +24,9 @@ constexpr int kSumCols = kSumLanes * kVector<A>;
 template <typename W, typename A>
 __global__ void __launch_bounds__(kSumLanes* kSumRows, 4)
     sum_partials_kernel(const A* partials, int parts, int grads, std::int64_t stride,
-                        std::int64_t cols, W* grad_weight, W* grad_bias) {
+                        std::int64_t cols, const __grid_constant__ ParameterGradients targets) {
   constexpr int N = kVector<A>;
-  W* const target = blockIdx.y == 0 ? grad_weight : grad_bias;
+  void* const target = targets.data[blockIdx.y];
   if (target == nullptr) {
     return;
   }
@@ -64,7 +72,7 @@ __global__ void __launch_bounds__(kSumLanes* kSumRows, 4)
     for (int i = 0; i < kSumRows; ++i) {
       total += sums[i][thread];
     }
-    target[first_col + thread] = static_cast<W>(total);
+    store_gradient<W>(target, targets.dtype, targets.add, first_col + thread, total);
   }
 }
 

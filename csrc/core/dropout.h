@@ -1,0 +1,106 @@
+// Which elements dropout keeps, as a function of (seed, offset, row, column) alone: the same mask
+// in forward and backward, on CPU and GPU and in every tiling, and never stored. Torch-free.
+//
+// Source: Philox4x32-10 of Salmon, Moraes, Dror & Shaw 2011, "Parallel random numbers: as easy as
+// 1, 2, 3". Its 128 bits decide on eight neighbouring columns, by 16 bits each: p is rounded to a
+// multiple of 2^-16. (Four columns at a time would cost a GPU more instructions than the norm.)
+#pragma once
+
+#include <cstdint>
+
+#include "core/pack.h"
+
+namespace fused_op {
+
+// Plain values, made by the op layer of p and the state.
+struct Dropout {
+  bool active = false;
+  std::uint32_t threshold = 0;  // an element whose 16 bits are below is dropped: 2^16·p
+  float scale = 1;              // of what is kept: 1 / (1 - p)
+  double wide_scale = 1;        // the same, for double
+  std::uint64_t seed = 0;
+  std::uint64_t offset = 0;
+  const std::int64_t* state = nullptr;  // seed and offset in device memory; null: as above
+};
+
+// Seed and offset, read once by a thread.
+struct DropoutState {
+  std::uint64_t seed;
+  std::uint64_t offset;
+
+  FUSED_OP_HD explicit DropoutState(const Dropout& dropout)
+      : seed(dropout.seed), offset(dropout.offset) {
+    if (dropout.state != nullptr) {
+      seed = static_cast<std::uint64_t>(dropout.state[0]);
+      offset = static_cast<std::uint64_t>(dropout.state[1]);
+    }
+  }
+};
+
+struct Philox {
+  std::uint32_t words[4];
+
+  // Ten rounds: counter and key to four random words.
+  FUSED_OP_HD Philox(std::uint32_t c0, std::uint32_t c1, std::uint32_t c2, std::uint32_t c3,
+                     std::uint64_t key)
+      : words{c0, c1, c2, c3} {
+    auto low = static_cast<std::uint32_t>(key);
+    auto high = static_cast<std::uint32_t>(key >> 32);
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int round = 0; round < 10; ++round) {
+      const std::uint64_t a = std::uint64_t{0xD2511F53u} * words[0];
+      const std::uint64_t b = std::uint64_t{0xCD9E8D57u} * words[2];
+      words[0] = static_cast<std::uint32_t>(b >> 32) ^ words[1] ^ low;
+      words[1] = static_cast<std::uint32_t>(b);
+      words[2] = static_cast<std::uint32_t>(a >> 32) ^ words[3] ^ high;
+      words[3] = static_cast<std::uint32_t>(a);
+      low += 0x9E3779B9u;
+      high += 0xBB67AE85u;
+    }
+  }
+};
+
+constexpr int kMaskCols = 8;  // of one call of Philox
+
+// The mask of one row.
+struct DropoutRow {
+  std::uint64_t key;
+  std::uint64_t offset;
+  std::uint32_t row;
+
+  // A row's number has 64 bits: the upper ones are folded into the key.
+  FUSED_OP_HD DropoutRow(const DropoutState& state, std::int64_t row_number)
+      : key(state.seed ^ (static_cast<std::uint64_t>(row_number) >> 32 << 32)),
+        offset(state.offset),
+        row(static_cast<std::uint32_t>(row_number)) {}
+
+  // Multiplies what is kept of columns `col` to col + N by the scale, and puts zero (also for inf
+  // and NaN) where it is not. N is 8, 4 or 2, and col a multiple of it.
+  template <int N, typename A, typename Col>
+  FUSED_OP_HD void apply(const Dropout& dropout, Col col, A (&values)[N]) const {
+    static_assert(N == 8 || N == 4 || N == 2);
+    Philox random(static_cast<std::uint32_t>(col / kMaskCols), row,
+                  static_cast<std::uint32_t>(offset), static_cast<std::uint32_t>(offset >> 32),
+                  key);
+    if (N < 8 && col % 8 >= 4) {
+      random.words[0] = random.words[2];
+      random.words[1] = random.words[3];
+    }
+    if (N < 4 && col % 4 >= 2) {
+      random.words[0] = random.words[1];
+    }
+    const A scale = sizeof(A) == 8 ? static_cast<A>(dropout.wide_scale) : A(dropout.scale);
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int j = 0; j < N; ++j) {
+      const std::uint32_t bits =
+          j % 2 == 0 ? random.words[j / 2] & 0xffffu : random.words[j / 2] >> 16;
+      values[j] = bits >= dropout.threshold ? values[j] * scale : A(0);
+    }
+  }
+};
+
+}  // namespace fused_op

@@ -1,0 +1,250 @@
+// How norm_backward_kernel reads rows ahead of the one it works on: cp.async into shared memory.
+// Whole packs need no barrier for that, since each thread reads back only what it copied; shifted
+// ones need their warp's, since a lane also reads its neighbour's block. Included by backward.cuh
+// only; torch-free.
+#pragma once
+
+#include <cuda_pipeline_primitives.h>
+
+#include "core/norm_args.h"
+#include "core/row_source.h"
+#include "cuda/flexible.cuh"
+#include "cuda/row_access.cuh"
+#include "cuda/row_sum.cuh"
+#include "cuda/row_tile.h"
+
+namespace fused_op::cuda {
+
+// What norm_backward_kernel keeps in shared memory: for each group of a row's kLanes lanes (a warp,
+// or less), the 16-byte blocks of its rows in flight, and the weight where registers are short.
+template <typename W, typename Source, typename Access, typename Tile>
+struct BackwardLayout {
+  using T = typename Source::Element;
+  static constexpr int N = Source::kElements;
+  using P = typename ParameterOf<W>::type;
+  // Elements of a thread. With few of them, what the first pass over a row makes of them stays in
+  // registers for the second (shifted rows, which need more registers: the packs), and so does the
+  // weight.
+  static constexpr int kOwned = Tile::kVectors * N;
+  static constexpr bool kKeepRow =
+      !Access::kSharesBlocks && kOwned * sizeof(Accumulator<T>) <= (Source::kFlexible ? 32 : 64);
+  static constexpr bool kKeepPacks =
+      Access::kSharesBlocks && Tile::kVectors <= (Source::kGradStreams == 2 ? 2 : 1);
+  static constexpr bool kKeepWeight = kOwned * sizeof(P) <= 32;
+  static constexpr int kWeightBlocks = kKeepWeight ? 0 : kOwned * sizeof(P) / kVectorBytes;
+  // Blocks a shifted row has more than vectors. One would do, but where there is room, rows begin
+  // at multiples of 128 bytes in shared memory too. (Whole packs need that: one spare block there
+  // took 131072x1024, 32768x4096 bf16 from 0.95, 0.94 of the limit to 0.90, 0.86, H200.)
+  static constexpr int kSpare = !Access::kSharesBlocks ? 0
+                                : Tile::kVectors > 3   ? 1
+                                : Tile::kLanes < 8     ? Tile::kLanes
+                                                       : 8;
+  static constexpr int kPackBlocks = N * sizeof(T) / kVectorBytes;
+  static constexpr int kStreamBlocks = Tile::kLanes * Tile::kVectors * kPackBlocks + kSpare;
+  static constexpr int kStageBlocks = Source::kGradStreams * kStreamBlocks;
+  static constexpr int group_blocks(int stages) {
+    return stages * kStageBlocks + Tile::kLanes * kWeightBlocks;
+  }
+  // Registers: 128 a thread for several vectors, 85 for one.
+  static constexpr bool kLight = Tile::kVectors == 1 && sizeof(Accumulator<T>) == 4;
+  static constexpr int kThreads = kLight ? 256 : kMaxRowThreads;
+  static constexpr int kCtasPerSm = !kLight                                               ? 1
+                                    : !Access::kSharesBlocks && Source::kGradStreams == 2 ? 3
+                                                                                          : 2;
+  // Rows in flight: three where the longest row of the tile leaves room for them.
+  static constexpr int kStages =
+      kMaxRowThreads / Tile::kLanes * group_blocks(3) * kVectorBytes <= 226 * 1024 ? 3 : 2;
+  static constexpr int kGroupBlocks = group_blocks(kStages);
+};
+
+// From one row of a team to its next one, made by the launcher: kernel parameters take no
+// registers.
+struct RowSteps {
+  std::int64_t rows;
+  std::int64_t streams[3];  // bytes, in x, dy and the gradient of the sum
+  std::int64_t grad_input;  // bytes
+  bool split;               // of rows at two strides, whose addresses are made anew
+};
+
+// An address in shared memory, opaque, so that it stays in its register: the compiler would make it
+// anew, in five instructions, for each copy.
+__device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
+  auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
+  asm volatile("" : "+r"(address));
+  return address;
+}
+// Copies 16 bytes past the L1 cache; __pipeline_commit and __pipeline_wait_prior count them. Before
+// sm_80 the thread copies them itself.
+__device__ __forceinline__ void copy_async(std::uint32_t to, std::uintptr_t from) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#else
+  *static_cast<uint4*>(__cvta_shared_to_generic(to)) = *reinterpret_cast<const uint4*>(from);
+#endif
+}
+
+// The rows of x, dy and the gradient of the sum on their way through shared memory: kStages of
+// them, of which one is at hand and the others are being copied. Each lane has its own blocks of
+// them.
+template <typename W, typename Source, typename Access, typename Tile>
+class StagedRows {
+  using Layout = BackwardLayout<W, Source, Access, Tile>;
+  using T = typename Source::Element;
+  static constexpr int N = Layout::N;
+  static constexpr int kStreams = Source::kGradStreams;
+  static constexpr int kStages = Layout::kStages;
+  static constexpr int kStreamBytes = Layout::kStreamBlocks * kVectorBytes;
+  static constexpr int kStageBytes = kStreams * kStreamBytes;
+  static constexpr int kStride = Tile::kLanes * kVectorBytes;  // from a lane's block to its next
+
+ public:
+  __device__ __forceinline__ StagedRows(const NormBackwardArgs& args, const RowSteps& steps,
+                                        std::uint32_t blocks_at, std::int64_t first_row,
+                                        int first_col, int lane)
+      : args_(args),
+        steps_(steps),
+        blocks_at_(blocks_at),
+        here_(blocks_at),
+        free_(blocks_at + (kStages - 1) * kStageBytes),
+        first_col_(first_col),
+        lane_(lane) {
+    place(first_row);
+#pragma unroll
+    for (int stage = 0; stage < kStages - 1; ++stage) {
+      copy(first_row + stage * steps.rows, blocks_at + stage * kStageBytes);
+    }
+  }
+
+  // Starts to copy the row that comes kStages - 1 after this one, and waits for this one.
+  __device__ __forceinline__ void advance_to(std::int64_t row) {
+    if constexpr (Access::kSharesBlocks) {
+      __syncwarp();  // the neighbours have read what is overwritten now
+    }
+    copy(row + (kStages - 1) * steps_.rows, free_);
+    __pipeline_wait_prior(kStages - 1);
+    if constexpr (Access::kSharesBlocks) {
+      __syncwarp();  // their blocks have arrived too
+    }
+  }
+  __device__ __forceinline__ void release() {
+    free_ = here_;
+    here_ = here_ == blocks_at_ + (kStages - 1) * kStageBytes ? blocks_at_ : here_ + kStageBytes;
+  }
+
+  // Vector i of the row at hand, in one of the streams.
+  __device__ __forceinline__ Pack<T, N> load(int stream, int i) const {
+    if constexpr (Source::kFlexible) {
+      const DType dtype = rows(stream).dtype;
+      RawPack<N, T> raw;
+#pragma unroll
+      for (int k = 0; k < Layout::kPackBlocks; ++k) {
+        load_shared(block(here_, stream, i, k), raw.words + 4 * k);
+      }
+      T values[N];
+      to_values(raw, dtype, values);
+      return as_pack(values);
+    } else {
+      return Access::template load_staged<N, T>(
+          here_ + stream * kStreamBytes + i * kStride,
+          static_cast<int>((ahead_[stream] - kStages * steps_.streams[stream]) % kVectorBytes));
+    }
+  }
+
+ private:
+  __device__ __forceinline__ const ConstRows& rows(int stream) const {
+    return stream == 0 ? args_.x : stream == 1 ? args_.grad_output : args_.grad_sum;
+  }
+  // The first of this lane's columns.
+  __device__ __forceinline__ std::uintptr_t address(int stream, std::int64_t row) const {
+    if constexpr (Source::kFlexible) {
+      return reinterpret_cast<std::uintptr_t>(any_row(rows(stream), row).at(first_col_));
+    } else {
+      return reinterpret_cast<std::uintptr_t>(row_of<T>(rows(stream), row) + first_col_);
+    }
+  }
+  __device__ __forceinline__ void place(std::int64_t row) {
+#pragma unroll
+    for (int s = 0; s < kStreams; ++s) {
+      ahead_[s] = address(s, row);
+    }
+  }
+  __device__ __forceinline__ static std::uint32_t block(std::uint32_t stage, int stream, int i,
+                                                        int k) {
+    return stage + stream * kStreamBytes + (i * Layout::kPackBlocks + k) * kStride;
+  }
+
+  __device__ __forceinline__ void copy(std::int64_t row, std::uint32_t to) {
+    if (row < args_.rows) {
+#pragma unroll
+      for (int s = 0; s < kStreams; ++s) {
+        if constexpr (Source::kFlexible) {
+          if (rows(s).data != nullptr) {
+            copy_any(s, to);
+          }
+        } else if (s < 2 || !Source::kDrops || args_.grad_sum.data != nullptr) {
+          copy_vectors(s, to);
+        }
+      }
+    }
+    if (!Access::kSharesBlocks && steps_.split) {
+      place(row + steps_.rows);
+    } else {
+#pragma unroll
+      for (int s = 0; s < kStreams; ++s) {
+        ahead_[s] += steps_.streams[s];
+      }
+    }
+    __pipeline_commit();  // an empty group too: the count of groups is the count of rows
+  }
+
+  // Lane l reads back blocks l and l + 1, of which it copied the first.
+  __device__ __forceinline__ void copy_vectors(int s, std::uint32_t to) {
+    const int row_bytes = (width() - first_col_) * static_cast<int>(sizeof(T));  // from here on
+    const int shift = Access::kWholePacks ? 0 : static_cast<int>(ahead_[s] % kVectorBytes);
+#pragma unroll
+    for (int i = 0; i < Tile::kVectors + (Access::kWholePacks ? 0 : 1); ++i) {
+      if (i * kStride < row_bytes + shift && (i < Tile::kVectors || lane_ == 0)) {
+        copy_async(to + s * kStreamBytes + i * kStride, ahead_[s] - shift + i * kStride);
+      }
+    }
+  }
+
+  // In the stream's own dtype: a pack lies in one block, or in two.
+  __device__ __forceinline__ void copy_any(int s, std::uint32_t to) {
+    const DType dtype = rows(s).dtype;
+#pragma unroll
+    for (int i = 0; i < Tile::kVectors; ++i) {
+      const int valid = width() - (first_col_ + i * Tile::kLanes * N);
+      if (valid <= 0) {
+        continue;
+      }
+      const std::uintptr_t from = ahead_[s] + i * Tile::kLanes * N * size_of(dtype);
+      if (from % kVectorBytes == 0 && valid >= N) {
+        copy_async(block(to, s, i, 0), from);
+        if (Layout::kPackBlocks == 2 && size_of(dtype) == sizeof(T)) {
+          copy_async(block(to, s, i, 1), from + kVectorBytes);
+        }
+      } else {
+        RawPack<N, T> raw = {};
+        load_elements(reinterpret_cast<const char*>(from), dtype, min(valid, N), raw);
+#pragma unroll
+        for (int k = 0; k < Layout::kPackBlocks; ++k) {
+          store_shared(block(to, s, i, k), raw.words + 4 * k);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ int width() const { return static_cast<int>(args_.cols); }
+
+  const NormBackwardArgs& args_;
+  const RowSteps& steps_;
+  std::uint32_t blocks_at_;
+  std::uint32_t here_;  // the row at hand; `free_` is where the one before it was
+  std::uint32_t free_;
+  std::uintptr_t ahead_[kStreams];  // this lane's columns of the next row to copy
+  int first_col_;
+  int lane_;
+};
+
+}  // namespace fused_op::cuda

@@ -1,0 +1,55 @@
+"""The dropout mask of ``csrc/core/dropout.h`` in PyTorch's operations, bit for bit.
+
+Source: Philox4x32-10 of Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1,
+2, 3".
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+
+
+def keep_mask(rng_state: Tensor, rows: int, cols: int, p: float, device: torch.device) -> Tensor:
+    """Which elements dropout keeps.
+
+    Args:
+        rng_state: seed and offset, int64 of shape ``[2]``.
+        rows: of the normalised tensor.
+        cols: of the normalised tensor.
+        p: probability of being dropped, rounded to a multiple of ``2^-16``.
+        device: of the result.
+
+    Returns:
+        ``[rows, cols]``, bool.
+    """
+    state = rng_state.to(device)
+    seed, offset = state[..., 0], state[..., 1]
+    row = torch.arange(rows, device=device).unsqueeze(1)
+    block = torch.arange((cols + 7) // 8, device=device).unsqueeze(0)
+    row, block = row + torch.zeros_like(block), block + torch.zeros_like(row)
+    counter = [block & _WORD, row & _WORD, offset & _WORD, (offset >> 32) & _WORD]
+    low, high = seed & _WORD, ((seed >> 32) & _WORD) ^ ((row >> 32) & _WORD)
+    words = _philox(counter, low, high)
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    random = torch.stack(halves, dim=-1).flatten(-2)[..., :cols]
+    return random >= math.floor(p * 65536 + 0.5)
+
+
+def _philox(counter: list[Tensor], low: Tensor, high: Tensor) -> list[Tensor]:
+    """Ten rounds, of 32-bit words in int64."""
+    a, b, c, d = counter
+    for _ in range(10):
+        ac, bd = 0xD2511F53 * a, 0xCD9E8D57 * c  # modulo 2^64
+        a, b, c, d = (
+            ((bd >> 32) & _WORD) ^ b ^ low,
+            bd & _WORD,
+            ((ac >> 32) & _WORD) ^ d ^ high,
+            ac & _WORD,
+        )
+        low, high = (low + 0x9E3779B9) & _WORD, (high + 0xBB67AE85) & _WORD
+    return [a, b, c, d]

@@ -528,7 +528,7 @@ def _norm(
             return result
     if result == fused_op_cuda.AUTOGRAD:
         return _apply(*tensors, *call)
-    if result == fused_op_cuda.DISPATCH:
+    if result == fused_op_cuda.DISPATCH or main_grad:  # which the Function alone knows of
         return _dispatch(tensors, _Call(*call))
     return _composite(tensors, _Call(*call))
 

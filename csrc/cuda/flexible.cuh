@@ -81,7 +81,7 @@ __device__ __forceinline__ RawPack<N, A> load_raw(const AnyRow& row, Col col, Co
   if constexpr (sizeof(pack) > kVectorBytes) {
     load_if(whole && size_of(row.dtype) == sizeof(A), from + kVectorBytes, pack.words + 4);
   }
-  if (!whole && col < width) {
+  if (!whole && col < width) [[unlikely]] {
     load_elements(from, row.dtype, static_cast<int>(min(width - col, Col{N})), pack);
   }
   return pack;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void store_values(const AnyRow& row, Col col, Col wid
   }
   char* const bytes = row.at(col);
   const RawPack<N, A> raw = from_values(values, row.dtype);
-  if (row.aligned && col + N <= width) {
+  if (row.aligned && col + N <= width) [[likely]] {
     *reinterpret_cast<uint4*>(bytes) = *reinterpret_cast<const uint4*>(raw.words);
     if constexpr (sizeof(raw) > kVectorBytes) {
       if (size_of(row.dtype) == sizeof(A)) {
@@ -177,7 +177,7 @@ struct ParameterOf<AnyParameter<A>> {
 template <typename W>
 constexpr bool kIsFlexible = !std::is_same_v<typename ParameterOf<W>::type, W>;
 
-// load_parameters() of either kind.
+// load_parameters() of either kind. Those of run-time dtype are zero past the last column.
 template <typename W, int N, typename Col>
 __device__ __forceinline__ Pack<typename ParameterOf<W>::type, N> parameters_of(
     const void* parameters, DType dtype, Col col, Col width, float absent) {
@@ -196,9 +196,14 @@ __device__ __forceinline__ Pack<typename ParameterOf<W>::type, N> parameters_of(
     }
     P values[N];
     to_values(raw, dtype, values);
+    if (parameters == nullptr || col + N > width)
+        [[unlikely]] {  // the block goes on behind the last column
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      values[j] = parameters == nullptr ? static_cast<P>(absent) : values[j];
+      for (int j = 0; j < N; ++j) {
+        values[j] = parameters == nullptr ? static_cast<P>(absent)
+                    : col + j < width     ? values[j]
+                                          : P(0);
+      }
     }
     return as_pack(values);
   }

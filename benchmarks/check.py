@@ -7,11 +7,12 @@ it computes something else, ours included.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .grids import Case
+from .grids import DROPOUT_P, Case
 from .peers import Run, torch_run
 from .timing import tensors_in
 
@@ -64,7 +65,15 @@ def check_values(
         return [output.detach() for output in outputs]
 
     found = evaluate(run, case.rows, None)
-    truth = evaluate(torch_run(case.op), rows, torch.float64)
+    right_run = torch_run(case.op)
+    if case.drops:
+        scale = _scale_of_drops(found[1][:rows], item, rows)
+        without = torch_run(case.op.removeprefix("dropout_"))
+
+        def right_run(x: Tensor, *others: Tensor | None) -> Any:
+            return without(x * scale, *others)
+
+    truth = evaluate(right_run, rows, torch.float64)
     error = 0.0
     for one, right in zip(found, truth, strict=True):
         if one.dim() == 1 and not everything:
@@ -76,3 +85,19 @@ def check_values(
     if not error <= _WRONG[case.dtype]:  # also a NaN
         raise RuntimeError(f"wrong values: relative error {error:.1e} against fp64")
     return error
+
+
+def _scale_of_drops(total: Tensor, item: InputSet, rows: int) -> Tensor:
+    """What each input was multiplied by, 0 or 1 / (1 - p), as its sum with the residual shows.
+
+    Raises:
+        RuntimeError: far more or fewer were dropped than p says.
+    """
+    assert item.residual is not None
+    share = (total - item.residual[:rows]).double() / item.input[:rows].double()
+    scale = (share > 0.5 / (1 - DROPOUT_P)).double() / (1 - DROPOUT_P)
+    kept = float((scale > 0).double().mean())
+    chance = (DROPOUT_P * (1 - DROPOUT_P) / scale.numel()) ** 0.5
+    if not abs(kept - (1 - DROPOUT_P)) < 0.01 + 6 * chance:
+        raise RuntimeError(f"wrong values: {kept:.3f} of the elements are kept, p is {DROPOUT_P}")
+    return scale

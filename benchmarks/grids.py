@@ -11,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-OPS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
+OPS = (
+    *("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"),
+    *("dropout_add_layer_norm", "dropout_add_rms_norm"),
+)
+DROPOUT_P = 0.1
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -62,7 +66,11 @@ class Case:
 
     @property
     def has_residual(self) -> bool:
-        return self.op.startswith("add_")
+        return "add_" in self.op
+
+    @property
+    def drops(self) -> bool:
+        return self.op.startswith("dropout_")
 
     @property
     def has_bias(self) -> bool:
@@ -73,10 +81,12 @@ class Case:
 
         Forward moves x and y, and with a residual also residual and sum. Backward moves x, dy and
         dx, and with a residual also the gradient of the sum; the gradients of input and residual
-        are one buffer. Parameters and statistics are not counted.
+        are one buffer, unless elements of the input are dropped. Parameters and statistics are not
+        counted.
         """
         plain = 3 if mode == "backward" else 2
         tensors = 4 if self.has_residual else plain
+        tensors += self.drops and mode == "backward"
         return tensors * self.rows * self.cols * ITEM_BYTES[self.dtype]
 
 
@@ -156,6 +166,12 @@ _TARGETS_OF: dict[str, tuple[Target, ...]] = {
         target
         for op in ("add_layer_norm", "add_rms_norm")
         for figure, value in (("f", 0.95), ("b", 0.88))
+        for target in _large("R1", figure, (1024, 4096, 8192), value, op=op)
+    ),
+    "dropout": tuple(
+        target
+        for op in ("dropout_add_layer_norm", "dropout_add_rms_norm")
+        for figure, value in (("f", 0.93), ("b", 0.85))
         for target in _large("R1", figure, (1024, 4096, 8192), value, op=op)
     ),
 }

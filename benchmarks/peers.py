@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .grids import DROPOUT_P
+
 Result = Tensor | tuple[Tensor, Tensor]
 Run = Callable[[Tensor, Tensor | None, Tensor, Tensor | None], Result]
 
@@ -62,7 +64,10 @@ def torch_run(op: str) -> Run:
         total = x + residual
         return norm(total, weight, bias), total
 
-    return add if op.startswith("add_") else plain
+    def drop(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None) -> Result:
+        return add(F.dropout(x, DROPOUT_P), residual, weight, bias)
+
+    return drop if op.startswith("dropout_") else add if op.startswith("add_") else plain
 
 
 def _ours(op: str) -> Run:
@@ -78,6 +83,12 @@ def _ours(op: str) -> Run:
         "rms_norm": lambda x, _, w, b: fused_rms_norm(x, w, RMS_NORM_EPS),
         "add_layer_norm": lambda x, r, w, b: fused_add_layer_norm(x, r, w, b, LAYER_NORM_EPS),
         "add_rms_norm": lambda x, r, w, b: fused_add_rms_norm(x, r, w, RMS_NORM_EPS),
+        "dropout_add_layer_norm": lambda x, r, w, b: fused_add_layer_norm(
+            x, r, w, b, LAYER_NORM_EPS, dropout_p=DROPOUT_P
+        ),
+        "dropout_add_rms_norm": lambda x, r, w, b: fused_add_rms_norm(
+            x, r, w, RMS_NORM_EPS, dropout_p=DROPOUT_P
+        ),
     }
     return runs[op]
 
@@ -164,9 +175,16 @@ def _flash_attention(op: str) -> Run:
 
     function = layer_norm_fn if op.endswith("layer_norm") else rms_norm_fn
     eps = LAYER_NORM_EPS if op.endswith("layer_norm") else RMS_NORM_EPS
+    p = DROPOUT_P if op.startswith("dropout_") else 0.0
 
     def run(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None) -> Result:
-        return function(x, weight, bias, residual=residual, eps=eps, prenorm=residual is not None)
+        return function(
+            *(x, weight, bias),
+            residual=residual,
+            eps=eps,
+            dropout_p=p,
+            prenorm=residual is not None,
+        )
 
     return run
 

@@ -205,7 +205,7 @@ def test_readme_tables_come_from_the_json(tmp_path: Path) -> None:
     assert "1.000 at 4096 x 768 | 1.000 PyTorch | 1 of 1" in (
         readme_table.target_table(result | {"rows": reached})
     )
-    assert "At none of the 4 measured shapes" in readme_table.losses(result)
+    assert "At none of the 6 measured shapes" in readme_table.losses(result)
     slow = json.loads(json.dumps(result))
     slow["rows"][0]["peers"][OURS]["forward"]["us"] *= 2
     assert "| layer_norm fp32 3 x 8 | forward |" in readme_table.losses(slow)

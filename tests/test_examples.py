@@ -5,6 +5,7 @@ network; `python -m pytest -q --noconftest tests/test_examples.py` runs it alone
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,8 @@ import torch
 from build_backend import find_cuda_home
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-BUILT = ["scale_bias_relu"]
+NEW_OP = "my_op"  # made by templates/new_op.py
+BUILT = ["scale_bias_relu", NEW_OP]
 
 pytestmark = pytest.mark.examples
 
@@ -39,6 +41,14 @@ def run(folder, *arguments):
     return done.stdout
 
 
+def make(name, folder):
+    if name == NEW_OP:
+        run(EXAMPLES.parent, "examples/templates/new_op.py", name, str(folder))
+    else:
+        ignore = shutil.ignore_patterns("build", "*.so", "__pycache__", ".pytest_cache")
+        shutil.copytree(EXAMPLES / name, folder, ignore=ignore)
+
+
 def build(folder):
     run(folder, "setup.py", "-q", "build_ext", "--inplace")
 
@@ -47,12 +57,11 @@ def build(folder):
 def builds(tmp_path_factory):
     """Folders with a build under way in each: name -> (folder, future). Two at a time."""
     root = tmp_path_factory.mktemp("examples")
-    ignore = shutil.ignore_patterns("build", "*.so", "__pycache__", ".pytest_cache")
     with ThreadPoolExecutor(2) as pool:
         started = {}
         for name in BUILT:
-            folder = shutil.copytree(EXAMPLES / name, root / name, ignore=ignore)
-            started[name] = folder, pool.submit(build, folder)
+            make(name, root / name)
+            started[name] = root / name, pool.submit(build, root / name)
         yield started
 
 
@@ -79,3 +88,21 @@ def test_scale_bias_relu_trains(built):
 def test_benchmark_runs(built, name):
     """Also prints what it measured, for a run with -s."""
     print(run(built(name), "benchmark.py"))
+
+
+def test_new_op_leaves_no_placeholder(built):
+    """Catches a file or a name that new_op.py does not rename."""
+    for file in built(NEW_OP).rglob("*"):
+        if file.suffix in (".py", ".h", ".cpp", ".cu", ".md"):
+            assert not re.search("template_?op", file.read_text(), re.IGNORECASE), file
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("My-Op", "in lower case"), ("torch", "is a module"), ("x", "not empty")]
+)
+def test_new_op_refuses(tmp_path, name, message):
+    target = tmp_path / name
+    if name == "x":
+        (target / "mine").mkdir(parents=True)
+    with pytest.raises(AssertionError, match=message):
+        run(EXAMPLES / "templates", "new_op.py", name, str(target))

@@ -19,7 +19,8 @@ from build_backend import find_cuda_home
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NEW_OP = "my_op"  # made by templates/new_op.py
-BUILT = ["scale_bias_relu", NEW_OP]
+INSTALLABLE = ["scale_bias_relu", NEW_OP]
+BUILT = [*INSTALLABLE, "square"]
 
 pytestmark = pytest.mark.examples
 
@@ -36,7 +37,8 @@ def environment():
 def run(folder, *arguments):
     """A Python command in folder; its output is the message of a failure."""
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
+    env = {**environment(), "TORCH_EXTENSIONS_DIR": str(folder / "build")}  # of square's JIT build
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
     return done.stdout
 
@@ -50,7 +52,10 @@ def make(name, folder):
 
 
 def build(folder):
-    run(folder, "setup.py", "-q", "build_ext", "--inplace")
+    if (folder / "setup.py").exists():
+        run(folder, "setup.py", "-q", "build_ext", "--inplace")
+    else:
+        run(folder, "-c", "import load_jit; load_jit.square_ext()")
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +89,16 @@ def test_scale_bias_relu_trains(built):
     run(built("scale_bias_relu"), "train.py", "--steps", "60")
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", INSTALLABLE)
 def test_benchmark_runs(built, name):
     """Also prints what it measured, for a run with -s."""
     print(run(built(name), "benchmark.py"))
+
+
+def test_square_says_that_it_works(built):
+    output = run(built("square"), "load_jit.py")
+    print(output)
+    assert "square works on" in output
 
 
 def test_new_op_leaves_no_placeholder(built):

@@ -19,7 +19,7 @@ from build_backend import find_cuda_home
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NEW_OP = "my_op"  # made by templates/new_op.py
-INSTALLABLE = ["scale_bias_relu", NEW_OP]
+INSTALLABLE = ["scale_bias_relu", NEW_OP, "reduce_sum"]
 BUILT = [*INSTALLABLE, "square"]
 
 pytestmark = pytest.mark.examples

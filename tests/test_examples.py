@@ -19,7 +19,7 @@ from build_backend import find_cuda_home
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NEW_OP = "my_op"  # made by templates/new_op.py
-INSTALLABLE = ["scale_bias_relu", NEW_OP, "reduce_sum"]
+INSTALLABLE = ["scale_bias_relu", NEW_OP, "reduce_sum", "convrnn"]
 BUILT = [*INSTALLABLE, "square"]
 
 pytestmark = pytest.mark.examples
@@ -92,7 +92,8 @@ def test_scale_bias_relu_trains(built):
 @pytest.mark.parametrize("name", INSTALLABLE)
 def test_benchmark_runs(built, name):
     """Also prints what it measured, for a run with -s."""
-    print(run(built(name), "benchmark.py"))
+    options = ["--no-compile", "--shape", "8,8,256,3"] if name == "convrnn" else []
+    print(run(built(name), "benchmark.py", *options))
 
 
 def test_square_says_that_it_works(built):

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.examples
 
 def environment():
     env = dict(os.environ)
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"  # ninja of a venv
     env.setdefault("USE_CUDA", "1" if torch.cuda.is_available() else "0")
     home = find_cuda_home()
     if home is not None:

@@ -7,12 +7,14 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/randint.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <initializer_list>
 #include <limits>
+#include <vector>
 
 #include "backend.h"
 #include "checks.h"
@@ -93,6 +95,8 @@ auto call(Kernel* kernel, const char* op, const CallKeys& keys, const at::Tensor
   if (!keys.is_plain()) {
     return c10::Dispatcher::singleton().findSchemaOrThrow(op, "").typed<Kernel>().call(args...);
   }
+  // The dispatcher tells profilers about a call; so does one that goes past it, by the same name.
+  RECORD_FUNCTION(op, std::vector<c10::IValue>{c10::IValue(args)...});
   // Long calls let other Python threads run; for short ones that costs and buys nothing.
   std::optional<py::gil_scoped_release> released;
   if (x.numel() > 65536) {
@@ -187,8 +191,9 @@ inline py::object route_norm(std::string_view norm, py::handle input_object,
   }
   if (keys.is_plain() && !keys.needs_grad()) {
     const auto [output, sum, stats] =
-        call(norm_forward, "", keys, input, norm, input, residual, weight, bias, rng_state,
-             normalized_ndim, eps, zero_centered, dropout_p, output_dtype, sum_dtype, false);
+        call(norm_forward, "fused_op::norm_forward", keys, input, norm, input, residual, weight,
+             bias, rng_state, normalized_ndim, eps, zero_centered, dropout_p, output_dtype,
+             sum_dtype, false);
     return residual ? py::object(py::make_tuple(output, sum)) : py::cast(output);
   }
   // Said here rather than by the kernel: what is not plain may never reach one.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -464,9 +465,18 @@ def _backward(
     )
 
 
+def _is_transformed() -> bool:
+    """Is torch.func or forward-mode AD on, in or around code that is being compiled?
+
+    There both look past an autograd.Function at the op in it, which has no derivative of its own:
+    gradients would be zeros, without an error.
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def _raw_forward() -> Any:
     """The forward op without autograd: dynamo can only trace the one of the dispatcher."""
-    if open_blocks:
+    if open_blocks or (is_compiling() and _is_transformed()):
         return _composite_forward
     if is_compiling():
         return torch.ops.fused_op.norm_forward.default
@@ -514,6 +524,8 @@ def _norm(
     if is_compiling():
         if torch.is_autocast_enabled(input.device.type):
             tensors = _cast(*tensors)
+        if _is_transformed():
+            return _composite(tensors, _Call(*call))
         if residual is input:  # dynamo cannot trace a Function that gets a tensor twice
             tensors = tensors[0], tensors[0].view_as(tensors[0]), *tensors[2:]
         return _dispatch(tensors, _Call(*call))

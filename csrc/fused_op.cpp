@@ -2,6 +2,7 @@
 // torch.compile sees) and once in the Python module fused_op_cuda (which eager calls use).
 #include "fused_op.h"
 
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include "routing.h"
@@ -36,6 +37,13 @@ TORCH_LIBRARY_IMPL(fused_op, CPU, m) {
 TORCH_LIBRARY_IMPL(fused_op, CUDA, m) {
   m.impl("norm_forward", &fused_op::Dispatched<fused_op::norm_forward>::call);
   m.impl("norm_backward", &fused_op::Dispatched<fused_op::norm_backward>::call);
+}
+
+// The derivative is that of the autograd.Function in functional.py. Whoever records a graph through
+// an op past it, as the training of an exported program does, would get gradients of zero.
+TORCH_LIBRARY_IMPL(fused_op, Autograd, m) {
+  m.impl("norm_forward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("norm_backward", torch::autograd::autogradNotImplementedFallback());
 }
 
 PYBIND11_MODULE(fused_op_cuda, m) {

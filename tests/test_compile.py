@@ -109,42 +109,46 @@ def test_make_fx_and_jit_trace():
     assert_same(torch.jit.trace(fused_layer_norm, x)(other), fused_layer_norm(other))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_jit_script_is_refused():
+    # rather than turned, silently, into the forward of the class that it is derived from
+    with pytest.raises((RuntimeError, ValueError)):
+        torch.jit.script(fused_op.FusedLayerNorm(6))
+
+
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
-def test_opcheck(norm, dtype, device):
-    x, residual = torch.randn(2, 4, 6, dtype=dtype, device=device)
-    w = torch.randn(6, device=device)
-    grad_x = x.clone().requires_grad_()
+def test_opcheck(norm, pair, device):
+    x, residual = torch.randn(2, 4, 6, dtype=pair.rows, device=device)
+    w = torch.randn(6, dtype=pair.params, device=device)
+    wide = torch.float64 if pair.rows is torch.float64 else torch.float32
     state = torch.tensor([1, 2])
     for args in (
         (x, residual, w, w if norm == "layer_norm" else None, None, 0, 1e-5, False, 0.0),
-        (grad_x, None, None, None, None, 2, 1e-5, True, 0.0),
+        (x, None, None, None, None, 2, 1e-5, True, 0.0),
         (x.t(), None, w[:4], None, None, 0, 1e-5, True, 0.0),
         (x[:0], None, w, None, None, 1, 1e-5, False, 0.0),
         (x, residual, w, None, state, 0, 1e-5, False, 0.5),
     ):
-        for dtypes in (
-            (None, None),
-            (torch.float32, torch.float32 if args[1] is not None else None),
+        for dtypes, save_stats in (
+            ((None, None), True),
+            ((wide, wide if args[1] is not None else None), False),
         ):
-            for save_stats in (True, False):
-                opcheck(torch.ops.fused_op.norm_forward.default, (norm, *args, *dtypes, save_stats))
+            opcheck(torch.ops.fused_op.norm_forward.default, (norm, *args, *dtypes, save_stats))
     options = None, 1, 1e-5, False, 0.0, None, None, True
     stats = fused_op_cuda.norm_forward(norm, x, None, None, None, *options)[2]
     is_layer_norm = norm == "layer_norm"
     for grad_sum, weight, zero_centered, p, from_output, residual_dtype, wanted in (
-        (residual, w, True, 0.0, False, dtype, [True, True, True, is_layer_norm]),
+        (residual, w, True, 0.0, False, pair.rows, [True, True, True, is_layer_norm]),
         (None, None, False, 0.0, False, None, [True, False, False, False]),
         (None, w, False, 0.0, True, None, [False, False, True, False]),
-        (residual, w, True, 0.5, False, torch.float32, [True, True, True, is_layer_norm]),
+        (residual, w, True, 0.5, False, wide, [True, True, True, is_layer_norm]),
         (None, w, True, 0.5, False, None, [True, False, True, False]),
     ):
         opcheck(
             torch.ops.fused_op.norm_backward.default,
             (
                 *(norm, residual, grad_sum, x, weight, None, stats, state, 1, zero_centered, p),
-                *(from_output, dtype, residual_dtype, torch.float32, wanted),
+                *(from_output, pair.rows, residual_dtype, pair.params, wanted),
             ),
         )
 

@@ -1,5 +1,6 @@
-"""Every Python example of the documentation runs."""
+"""Every Python example of the documentation runs, and what it links to or names is there."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -26,3 +27,24 @@ def test_links(page: Path) -> None:
     targets = re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text())
     missing = [target for target in targets if not (page.parent / target).exists()]
     assert not missing, f"{page.name} links to {missing}"
+
+
+def names_in(file: str) -> set[str]:
+    path = ROOT / "tests" / file
+    tree = ast.parse(path.read_text() if path.exists() else "")
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_tests_exist(page: Path) -> None:
+    """Catches a promise whose test was renamed or removed."""
+    named = set(re.findall(r"(test_\w+\.py)::(\w+)", page.read_text()))
+    missing = [f"{file}::{name}" for file, name in sorted(named) if name not in names_in(file)]
+    assert not missing, f"{page.name} names {missing}"
+
+
+def test_every_context_names_its_test() -> None:
+    """Catches a row of the table of contexts that nothing shows."""
+    rows = re.findall(r"^\| (?!context).*\|$", (ROOT / "docs/contexts.md").read_text(), re.M)
+    assert len(rows) > 50
+    assert not [row for row in rows if "::test_" not in row and "distributed.md" not in row]

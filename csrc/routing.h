@@ -190,10 +190,9 @@ inline py::object route_norm(std::string_view norm, py::handle input_object,
     return py::int_(int{kCast});
   }
   if (keys.is_plain() && !keys.needs_grad()) {
-    const auto [output, sum, stats] =
-        call(norm_forward, "fused_op::norm_forward", keys, input, norm, input, residual, weight,
-             bias, rng_state, normalized_ndim, eps, zero_centered, dropout_p, output_dtype,
-             sum_dtype, false);
+    const auto [output, sum, stats] = call(
+        norm_forward, "fused_op::norm_forward", keys, input, norm, input, residual, weight, bias,
+        rng_state, normalized_ndim, eps, zero_centered, dropout_p, output_dtype, sum_dtype, false);
     return residual ? py::object(py::make_tuple(output, sum)) : py::cast(output);
   }
   // Said here rather than by the kernel: what is not plain may never reach one.

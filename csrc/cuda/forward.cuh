@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   }
   source.template finish<Access, kLanes>(fetched, packs, first_col, live_width);
 
-  constexpr int kAhead = kVectors < 4 ? 1 : 2;
+  constexpr int kAhead = kVectors < 3 ? 1 : 2;
   Affine<W, Norm, N> affine[kAhead];
   const auto load_affine = [&] {
 #pragma unroll

@@ -88,13 +88,14 @@ void launch_clusters(Kernel* kernel, AttributeOnce& large, const NormForwardArgs
   cudaLaunchKernelEx(&config, kernel, args);
 }
 
-// Whether the warps of a row take one vector a lane, not four: where rows are so few that all of
-// these are on the GPU at once. H200, bf16, us, with four and with one: 1.97 1.37 at 1x1024, 2.40
-// 1.95 at 64x1024, 2.76 2.41 at 512x1024, 3.17 3.88 at 1024x1024; 2.27 2.02 at 1x4096, 3.58 3.53
-// at 256x4096; 2.66 2.83 at 1x8192.
-inline bool in_spread(const NormForwardArgs& args, std::int64_t vectors) {
-  const std::int64_t row_threads = row_warps<RowTile<32, 4>>(vectors) * 4 * kWarpSize;
-  return vectors > 64 && row_threads <= kMaxSpreadThreads &&
+// Whether the warps of a row take one vector a lane, not three or four: where rows are so few that
+// all of these are on the GPU at once. H200, bf16, us, with four and with one: 1.97 1.37 at
+// 1x1024, 2.40 1.95 at 64x1024, 2.76 2.41 at 512x1024, 3.17 3.88 at 1024x1024; 2.27 2.02 at
+// 1x4096, 3.58 3.53 at 256x4096; 2.66 2.83 at 1x8192.
+template <typename Tile>
+bool in_spread(const NormForwardArgs& args, std::int64_t vectors) {
+  const std::int64_t row_threads = row_warps<Tile>(vectors) * Tile::kVectors * kWarpSize;
+  return row_threads <= kMaxSpreadThreads &&
          args.rows * row_threads <= std::int64_t{device_info().multiprocessors} * 512;
 }
 
@@ -128,13 +129,6 @@ void launch_rows(const NormForwardArgs& args, cudaStream_t stream) {
                       vectors, device_info(), stream);
       return;
     }
-    if (in_spread(args, vectors)) {
-      const auto parts = static_cast<unsigned>(row_warps<RowTile<32, 4>>(vectors));
-      norm_forward_kernel<W, Norm, Source, Access, SpreadTile>
-          <<<static_cast<unsigned>(args.rows), parts * SpreadTile::kSpread * kWarpSize, 0,
-             stream>>>(args);
-      return;
-    }
   }
   if (vectors > (Source::kFlexible ? kMaxFlexibleVectors : kMaxForwardVectors)) {
     norm_forward_streamed_kernel<W, Norm, Source, Access>
@@ -143,6 +137,13 @@ void launch_rows(const NormForwardArgs& args, cudaStream_t stream) {
   }
   const auto launch = [&]<typename Tile>() {
     const int row_threads = Tile::kLanes * row_warps<Tile>(vectors);
+    if constexpr (Tile::kLanes == kWarpSize && !Source::kFlexible) {
+      if (in_spread<Tile>(args, vectors)) {
+        norm_forward_kernel<W, Norm, Source, Access, SpreadTile<Tile::kVectors>>
+            <<<static_cast<unsigned>(args.rows), row_threads * Tile::kVectors, 0, stream>>>(args);
+        return;
+      }
+    }
     const int threads = row_threads <= kWarpSize ? 128 : row_threads;
     const auto grid = static_cast<unsigned>(ceil_div(args.rows, threads / row_threads));
     norm_forward_kernel<W, Norm, Source, Access, Tile><<<grid, threads, 0, stream>>>(args);

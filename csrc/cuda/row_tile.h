@@ -26,10 +26,11 @@ struct ClusterTile : RowTile<32, 4> {
   static constexpr bool kCluster = true;
 };
 
-// Forward of few rows: RowTile<32, 4> with a warp for each of the four vectors. They exchange every
-// sum, and so give the same bits, sooner.
+// Forward of few rows: RowTile<32, kSpread> with a warp for each of the vectors. They exchange
+// every sum, and so give the same bits, sooner.
+template <int kSpread_>
 struct SpreadTile : RowTile<32, 1> {
-  static constexpr int kSpread = 4;
+  static constexpr int kSpread = kSpread_;
 };
 constexpr int kMaxSpreadThreads = 512;
 
@@ -78,6 +79,10 @@ auto with_forward_tile(std::int64_t vectors, Function&& function) {
   if (vectors <= 16) return function.template operator()<RowTile<4, 4>>();
   if (vectors <= 32) return function.template operator()<RowTile<8, 4>>();
   if (vectors <= 64) return function.template operator()<RowTile<16, 4>>();
+  // Three where they make do with as many warps.
+  if ((vectors + 95) / 96 == (vectors + 127) / 128) {
+    return function.template operator()<RowTile<32, 3>>();
+  }
   return function.template operator()<RowTile<32, 4>>();
 }
 

@@ -7,6 +7,7 @@ The schemas are in ``csrc/fused_op.cpp``, the meaning of arguments and results i
 from __future__ import annotations
 
 import math
+import sys
 
 import torch
 from torch import Tensor
@@ -80,6 +81,12 @@ def _norm_backward(
         empty(parameters[0], shape, param_dtype),
         empty(parameters[1], shape, param_dtype),
     )
+
+
+def register_rules() -> None:
+    """Give the ops their rules for DTensor, as soon as there can be one: importing it is slow."""
+    if "torch.distributed.tensor" in sys.modules:
+        from . import _dtensor as _dtensor
 
 
 torch.library.register_fake("fused_op::norm_forward", _norm_forward)

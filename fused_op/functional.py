@@ -32,7 +32,7 @@ from ._arguments import (
 )
 from ._disabled import open_blocks
 from ._main_grad import add_to_main_grad
-from ._ops import shares_gradient
+from ._ops import register_rules, shares_gradient
 from .reference import Norm, Shape
 
 _Result = TypeVar("_Result")
@@ -380,6 +380,7 @@ class FusedLayerNormFunction(torch.autograd.Function):
         eps: float = 1e-5,
     ) -> Any:
         """Run the kernel and save what backward reads."""
+        register_rules()
         return _forward(ctx, input, None, weight, bias, None, _Call("layer_norm", 0, eps))[0]
 
     @staticmethod
@@ -606,6 +607,7 @@ def _composite_forward(*args: Any) -> tuple[Tensor, Tensor | None, None]:
 
 def _dispatch(tensors: _Tensors, call: _Call) -> Any:
     """Through the dispatcher, where each kind of tensor finds its own implementation."""
+    register_rules()
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _NormFunction.apply(*tensors, *call)  # type: ignore[no-untyped-call]
     output, sum, _ = _raw_forward()(call.norm, *tensors, *call[1:7], False)

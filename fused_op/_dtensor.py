@@ -1,0 +1,122 @@
+"""What the dispatcher ops do with a ``torch.distributed.tensor.DTensor``: run on its local shard.
+
+A row needs no other row, so shards along leading dimensions (batch, sequence) stay as they are; the
+normalised dimensions and the parameters are gathered. Only DTensor's own operations communicate.
+
+This takes the place of a sharding strategy for each op, because of ``stats``: it has a column for
+each row, and the rows of a shard along an inner dimension are no slice of those columns. So it
+remains a plain tensor, the statistics of this rank's rows, and backward shards x as forward did.
+
+``_ops.register_rules`` imports this file once there can be DTensors: importing them takes long.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+Placements = tuple[Placement, ...]
+
+# Arguments and results by their names in csrc/fused_op.cpp. Others have nothing to be sharded by.
+ROWS = {"input", "residual", "grad_output", "grad_sum", "x"}
+ROWS |= {"output", "sum", "grad_input", "grad_residual"}
+PARAMETERS = {"weight", "bias", "grad_weight", "grad_bias"}
+
+
+def run_on_shards(cls: Any, op: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+    """Run ``op`` on the shards of this rank, as ``DTensor.__torch_dispatch__`` would."""
+    names = [argument.name for argument in op._schema.arguments]
+    named: dict[str, Any] = dict(zip(names, args, strict=False))  # less those left at their default
+    if named["dropout_p"]:
+        raise NotImplementedError(
+            f"{op}: dropout_p must be 0 for a DTensor, whose shards would all get one mask; "
+            "call torch.nn.functional.dropout before"
+        )
+    mesh: DeviceMesh = next(value.device_mesh for value in args if isinstance(value, DTensor))
+    for name in named:
+        if name in ROWS | PARAMETERS and named[name] is not None:
+            named[name] = _as_dtensor(op, name, named[name], mesh)
+
+    # Backward follows x alone, as its stats do: what x was, and what forward made of its inputs.
+    leaders = [named[name] for name in ("x", "input", "residual") if named.get(name) is not None]
+    affine = next((named[n] for n in ("weight", "bias") if named.get(n) is not None), None)
+    shape = leaders[0].shape
+    rows_ndim = len(shape) - (named["normalized_ndim"] or (1 if affine is None else affine.dim()))
+    rows = _placements_of_rows(leaders, rows_ndim)
+    replicated: Placements = (Replicate(),) * mesh.ndim
+    # Each rank sums the rows that it has. Where ranks have the same rows, their sums are the same.
+    sums: Placements = tuple(Partial() if p.is_shard() else Replicate() for p in rows)
+
+    # In the order of the schema: all ranks have to communicate in the same one.
+    for name, value in named.items():
+        if isinstance(value, DTensor):
+            layout = (rows, rows_ndim) if name in ROWS else (replicated, 0)
+            named[name] = _shard(value, mesh, *layout)
+    local = named["x" if "x" in named else "input"].shape
+    results = []
+    for returned, result in zip(op._schema.returns, op(*named.values()), strict=True):
+        if returned.name in ROWS and result.shape == local:
+            result = _from_shard(result, mesh, rows, shape)
+        elif returned.name in PARAMETERS and result.shape == local[rows_ndim:]:
+            result = _from_shard(result, mesh, sums, shape[rows_ndim:])
+        results.append(result)  # stats, and what was not asked for, as they are
+    return tuple(results)
+
+
+def _as_dtensor(op: Any, name: str, value: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Let DTensor decide whether a plain tensor may stand among DTensors."""
+    if not isinstance(value, DTensor):
+        one = DTensor.from_local(value.new_ones(()), mesh, (Replicate(),) * mesh.ndim)
+        try:
+            return value.detach() * one
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{op} got mixed torch.Tensor and DTensor: {name} is a torch.Tensor. Distribute "
+                "it, or call under torch.distributed.tensor.experimental.implicit_replication()"
+            ) from error
+    if value.device_mesh != mesh:
+        raise RuntimeError(
+            f"{op}: {name} must be on the device mesh of the other tensors, {mesh}, "
+            f"got {value.device_mesh}"
+        )
+    return value
+
+
+def _placements_of_rows(leaders: list[DTensor], rows_ndim: int) -> Placements:
+    """For each mesh dimension the first placement that shards rows, or else replication."""
+    return tuple(
+        next((p for p in placements if p.is_shard() and p.dim < rows_ndim), Replicate())
+        for placements in zip(*(t.placements for t in leaders), strict=True)
+    )
+
+
+def _shard(value: Any, mesh: DeviceMesh, placements: Placements, rows_ndim: int) -> Tensor:
+    """The part of this rank; a rank outside of the mesh has no rows, but takes part in the call."""
+    if mesh.get_coordinate() is None:
+        size = (0,) * rows_ndim + tuple(value.shape[rows_ndim:])
+        return torch.empty(size, dtype=value.dtype, device=value.device)
+    if value.placements != placements:
+        value = value.detach().redistribute(mesh, placements)
+    shard: Tensor = value.to_local()
+    return shard
+
+
+def _from_shard(
+    result: Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size
+) -> DTensor:
+    """The contiguous DTensor that this rank has computed its part of."""
+    stride = [1]
+    for size in reversed(shape[1:]):
+        stride.insert(0, stride[0] * max(size, 1))
+    # With the shape, because ranks may have different numbers of rows.
+    return DTensor.from_local(
+        result, mesh, placements, run_check=False, shape=shape, stride=tuple(stride)
+    )
+
+
+for _op in ("fused_op::norm_forward", "fused_op::norm_backward"):
+    torch.library.register_torch_dispatch(_op, DTensor, run_on_shards)

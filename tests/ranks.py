@@ -1,0 +1,96 @@
+"""Processes in one process group, which run one function after another, so that they start once."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.multiprocessing
+
+from tests.case import SEED
+
+TIMEOUT = timedelta(seconds=60)  # of a collective, and of a function after the last sign of life
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+class Ranks:
+    """``run`` calls a function of a test module on every rank, as ``function(device, *args)``."""
+
+    def __init__(self, device: str, size: int) -> None:
+        self.device, self.size = device, size
+        self.processes: list[Any] = []
+
+    def run(self, function: Callable[..., None], *args: Any) -> None:
+        """Raises AssertionError with what the first rank to fail said."""
+        if not self.processes:
+            self._start()
+        try:
+            for pipe in self.pipes:
+                pipe.send((function, args))
+            busy = dict(zip(self.pipes, range(self.size), strict=True))
+            while busy:
+                done = wait(list(busy), 2 * TIMEOUT.total_seconds())
+                assert done, f"rank {[*busy.values()]} hangs"
+                for pipe in done:
+                    failure = pipe.recv()
+                    assert not failure, f"rank {busy[pipe]} failed:\n{failure}"
+                    del busy[pipe]
+        except BaseException:  # the others may wait for a message that never comes
+            self.stop(kill=True)
+            raise
+
+    def stop(self, kill: bool = False) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True) if self.processes else ():
+            if kill:
+                process.kill()
+            else:
+                pipe.send(None)
+            process.join()
+        self.processes = []
+
+    def _start(self) -> None:
+        os.environ["FUSED_OP_SEED"] = str(SEED)  # one for all
+        context = torch.multiprocessing.get_context("spawn")
+        # A file to meet at, where a port might be taken.
+        self.folder = tempfile.TemporaryDirectory()
+        meeting = os.path.join(self.folder.name, "store")
+        pairs = [context.Pipe() for _ in range(self.size)]
+        self.pipes = [ours for ours, _ in pairs]
+        self.processes = [
+            context.Process(
+                target=_serve, args=(theirs, self.device, rank, self.size, meeting), daemon=True
+            )
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process in self.processes:
+            process.start()
+
+
+def _serve(pipe: Any, device: str, rank: int, size: int, meeting: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead nowhere
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    torch.distributed.init_process_group(
+        BACKENDS[device],
+        store=torch.distributed.FileStore(meeting, size),
+        rank=rank,
+        world_size=size,
+        timeout=TIMEOUT,
+    )
+    while (task := pipe.recv()) is not None:
+        function, args = task
+        try:
+            function(device, *args)
+        except BaseException:  # which the failure of pytest.raises is
+            pipe.send(traceback.format_exc())
+        else:
+            pipe.send(None)
+    os._exit(0)  # gloo's threads may still free tensors, and hang or abort a process that ends

@@ -11,6 +11,7 @@ different orders, and an import of ``torch.distributed.tensor`` that plain calls
 
 import contextlib
 import copy
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -460,6 +461,24 @@ def test_sequence_parallel_training(ranks_2):
 def test_fsdp_with_sequence_parallel_training(ranks_4):
     names = ("dp", "tp")
     ranks_4.run(check_training, (2, 2), names, fsdp_and_tensor_parallel, by_sequence, ("dp",))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_example(device):
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = subprocess.run(
+        [sys.executable, *torchrun, "examples/distributed_sequence_parallel.py"],
+        cwd=ROOT,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **hidden},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "equal to one process: " in result.stdout
 
 
 # --- In a process of its own ----------------------------------------------------------------------

@@ -3,9 +3,11 @@
 //   row_access.cuh     how packs of a row are read and written
 //   row_tile.h         how a row is laid over threads, and which row length gets which layout
 //   row_sum.cuh        sums over the threads of a row
+//   flexible.cuh       rows whose dtypes, and whether elements are dropped, are known at run time
 //   forward.cuh        norm_forward_kernel
 //   forward_flat.cuh   rows shorter than a vector
 //   forward_long.cuh   rows of any length
+//   backward_stage.cuh how backward reads rows ahead
 //   backward.cuh       norm_backward_kernel
 //   backward_long.cuh  two kernels for the longest rows
 //   sum_partials.cuh   the last step of the parameter gradients

@@ -124,6 +124,27 @@ def test_without_the_kernels(device):
     torch.testing.assert_close(*results)
 
 
+def test_compiled_code_does_not_forget_it(device):
+    """Catches a compiled backward that adds nothing: a whole graph is refused, and without
+    ``fullgraph`` the norm runs eagerly."""
+    results = []
+    for options in (None, {}, {"fullgraph": True}):
+        module = made(FusedRMSNorm, 64, F32, device)
+        torch._dynamo.reset()
+        called = module
+        if options is not None:
+            called = torch.compile(module, backend="aot_eager", **options)
+        torch.manual_seed(1)
+        inputs = rows(FusedRMSNorm, (5, 64), F32, device)
+        if options == {"fullgraph": True}:
+            with pytest.raises(RuntimeError, match=r"main_grad is not added to under torch.co"):
+                run(called, inputs)
+        else:
+            run(called, inputs)
+            results.append((module.weight.main_grad, inputs[0].grad))
+    torch.testing.assert_close(*results)
+
+
 def test_errors(device):
     module = FusedLayerNorm(64, device=device, fuse_wgrad_accumulation=True)
     with pytest.raises(RuntimeError, match="a parameter needs the attribute main_grad"):

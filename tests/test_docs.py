@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = [
     pytest.param(code, id=f"{page.name}-{i}")
     for page in PAGES
@@ -48,3 +48,10 @@ def test_every_context_names_its_test() -> None:
     rows = re.findall(r"^\| (?!context).*\|$", (ROOT / "docs/contexts.md").read_text(), re.M)
     assert len(rows) > 50
     assert not [row for row in rows if "::test_" not in row and "distributed.md" not in row]
+
+
+def test_citation_has_the_version_of_the_package() -> None:
+    """Catches a release that raises the version in pyproject.toml alone."""
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert cited == version

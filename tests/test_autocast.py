@@ -51,7 +51,7 @@ def test_backward_saves_what_was_given(op, pair, device):
     args = mixed(op, pair, device, requires_grad=True)
     with torch.autocast(device, BF16):
         result = outputs(op.fused(*args))
-    x, weight, stats = result[0].grad_fn.saved_tensors
+    x, weight, _, stats, _ = result[0].grad_fn.saved_tensors
     named = dict(zip(op.inputs, args, strict=True))
     assert x.data_ptr() == (result[1] if op.adds else named["input"]).data_ptr()
     assert weight.data_ptr() == named["weight"].data_ptr()
@@ -154,12 +154,11 @@ def test_scaler_steps_and_skips(device):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CPU autocast keeps the dtype too")
-@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
-def test_difference_from_cuda_autocast_of_pytorch(name):
+def test_difference_from_cuda_autocast_of_pytorch():
     """Catches documentation that has become wrong: docs/contexts.md says what PyTorch does."""
     x = torch.randn(4, 6, dtype=BF16, device="cuda")
     with torch.autocast("cuda", BF16):
-        ours, theirs = getattr(fused_op, name)(x, (6,)), getattr(F, name)(x, (6,))
+        ours, theirs = fused_op.layer_norm(x, (6,)), F.layer_norm(x, (6,))
     assert ours.dtype is BF16 and theirs.dtype is F32
     torch.testing.assert_close(ours, theirs.bfloat16())
 

@@ -7,7 +7,7 @@ of its own, its time would be charged to whoever called it.
 import pytest
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 
 from tests.calls import SHAPE, arguments, loss
 
@@ -27,7 +27,7 @@ def ancestors(event) -> list[str]:
 def test_a_call_without_gradient_is_one_named_event(op):
     """Catches a kernel that runs unnamed, is named twice, or copies on the way to it."""
     args = arguments(op)
-    with profile(record_shapes=True) as trace:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
         op.fused(*args)
     (event,) = ours(trace)
     assert event.name == FORWARD

@@ -39,6 +39,9 @@ extension = (CUDAExtension if use_cuda else CppExtension)(
     sources=sources,
     define_macros=[("WITH_CUDA", "1")] if use_cuda else [],
     extra_compile_args={"cxx": cxx, "nvcc": nvcc},
+    # Where the compiler links libstdc++ statically, its symbols stay inside the module: mixed with
+    # torch's, the first number printed into an error message would crash.
+    extra_link_args=["-Wl,--exclude-libs,ALL"],
     depends=["csrc/op.h", "csrc/kernel.h"],
 )
 if use_cuda:

@@ -29,6 +29,7 @@ def square_ext(verbose=False):
         sources=[str(HERE / file) for file in ["square.cpp", *["square_kernel.cu"] * use_cuda]],
         extra_cflags=["-std=c++20", "-O3", *["-DWITH_CUDA"] * use_cuda],
         extra_cuda_cflags=["-std=c++20", "-O3"],
+        extra_ldflags=["-Wl,--exclude-libs,ALL"],  # a libstdc++ linked statically is not torch's
         with_cuda=use_cuda,
         verbose=verbose,
     )

@@ -1,23 +1,32 @@
 """Writes the measured figures into README.md: `python -m benchmarks.readme_table [FILE]`.
 
-Without a FILE the newest GPU result of benchmarks/results/ is taken. Nothing between the markers of
-the README is written by hand: `--check` fails if the text there is not what the file says.
+Without a FILE the newest GPU result of benchmarks/results/ is taken; of benchmarks/results/block/
+always the newest, where there is one. Nothing between the markers of the README is written by hand:
+`--check` fails if the text there is not what the files say.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from . import block_table
 from .grids import EAGER_TARGET, TARGETS, Target
 from .peers import OURS
 from .report import RESULTS, ROOT, SHORT, best_peer
 
+BLOCK_RESULTS = RESULTS / "block"
+
+_FRACTIONS = (
+    "Fractions are of a device copy (forward), add (backward) or both of the same bytes; 1 is the "
+    "limit."
+)
 _NAMES = {
     "f": "forward",
     "b": "backward",
@@ -136,8 +145,7 @@ def origin(result: dict[str, Any], path: Path) -> str:
     return (
         f"{at['device']}, driver {at['driver']}, torch {at['torch']}, CUDA {at['cuda']}, nvcc "
         f"{at['nvcc']}{', ' + peers if peers else ''}; commit {commit}, {at['date'][:10]}; all "
-        f"figures in [`{path.name}`]({path.relative_to(ROOT).as_posix()}). Fractions are of a "
-        "device copy (forward), add (backward) or both of the same bytes; 1 is the limit."
+        f"figures in [`{path.name}`]({os.path.relpath(path, ROOT)})."
     )
 
 
@@ -160,20 +168,40 @@ def replace_between(readme: Path, name: str, text: str) -> bool:
     return new != old
 
 
-def newest(folder: Path = RESULTS) -> Path:
-    """The GPU result with the latest date.
-
-    Raises:
-        SystemExit: there is none.
-    """
+def newest_in(folder: Path) -> Path | None:
+    """The GPU result with the latest date, if there is one."""
     dated = []
     for path in folder.glob("*.json"):
         at = json.loads(path.read_text())["environment"]
         if at["device_type"] == "cuda":
             dated.append((at["date"], path))
-    if not dated:
+    return max(dated)[1] if dated else None
+
+
+def newest(folder: Path = RESULTS) -> Path:
+    """The same.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    path = newest_in(folder)
+    if path is None:
         sys.exit(f"{folder} holds no GPU result; python -m benchmarks.run --json FILE makes one")
-    return max(dated)[1]
+    return path
+
+
+def put_block(readme: Path, folder: Path = BLOCK_RESULTS) -> bool:
+    """Puts the newest result of benchmarks.block between its markers; whether that was new.
+
+    Raises:
+        ValueError: there is a result, and the markers are not there.
+    """
+    path = newest_in(folder)
+    if path is None:
+        return False
+    result = json.loads(path.read_text())
+    text = f"{origin(result, path.resolve())} {block_table.tables(result)}"
+    return replace_between(readme, "block", text)
 
 
 def main() -> None:
@@ -183,10 +211,11 @@ def main() -> None:
     options = parser.parse_args()
     path = (options.file or newest()).resolve()
     result = json.loads(path.read_text())
-    table = f"{origin(result, path)}\n\n{target_table(result)}"
+    table = f"{origin(result, path)} {_FRACTIONS}\n\n{target_table(result)}"
     readme = ROOT / "README.md"
     changed = replace_between(readme, "benchmark", table)
     changed |= replace_between(readme, "losses", losses(result))
+    changed |= put_block(readme)
     if changed and options.check:
         sys.exit("README.md did not show the figures of the result file; it does now")
 

@@ -82,13 +82,13 @@ def measure_memory(
     for _ in range(2):  # what is allocated once, such as workspaces, is so in the first round
         meter.start()
         inputs = [source.clone() for source in sources]
-        edges = [get_gradient_edge(input) for input in inputs]
+        wanted: list[Any] = [*(get_gradient_edge(input) for input in inputs), *parameters]
         outputs = tuple(tensors_in(module(*inputs)))
         del inputs
         held = meter.now()
-        found = torch.autograd.grad(outputs, [*edges, *parameters], grads)
+        found = torch.autograd.grad(outputs, wanted, grads)
         peak = meter.peak()
-        del outputs, found, edges
+        del outputs, found, wanted
     return {"held_bytes": held, "peak_bytes": peak}
 
 
@@ -211,16 +211,22 @@ def main() -> None:
         "blocks": [],
         "norms": [],
     }
+
+    def keep(part: str, row: dict[str, Any]) -> None:
+        result[part].append(row)
+        report.write_json(options.json, result)
+        for name, figures in row["variants"].items():
+            if "failed" in figures:
+                print(f"  {name}: not measured: {figures['failed']}", file=sys.stderr)
+
     sizes = options.hidden or HIDDEN
     for mode in MODES[:1] if options.no_compile else MODES:  # first what is done soon
         for op in MEMORY_OPS:  # at one size: it is in proportion to the size
             print(f"{mode}: {op} alone, hidden {max(sizes)}", file=sys.stderr, flush=True)
-            result["norms"].append(measure_norm(op, max(sizes), mode, device, meter))
-            report.write_json(options.json, result)
+            keep("norms", measure_norm(op, max(sizes), mode, device, meter))
         for op, hidden in itertools.product(BLOCK_OPS, sizes):
             print(f"{mode}: block with {op}, hidden {hidden}", file=sys.stderr, flush=True)
-            result["blocks"].append(measure_block(op, hidden, mode, device, meter))
-            report.write_json(options.json, result)
+            keep("blocks", measure_block(op, hidden, mode, device, meter))
     print(tables(result))
 
 

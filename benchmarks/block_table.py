@@ -41,6 +41,8 @@ def _table(title: str, rows: Sequence[dict[str, Any]], cell: Cell) -> str:
         for name in names:
             figures = row["variants"].get(name, {})
             cells.append(cell(figures, row) if "held_bytes" in figures else "")
+        if not any(cells):
+            cells[0] = "not measured"
         problem = f"{row['op']}, {row['rows']} x {row['hidden']}, {row['mode']}"
         lines.append(f"| {problem} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

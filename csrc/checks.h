@@ -220,10 +220,11 @@ inline void check_main_grads(const char* op, std::array<bool, 2> wanted,
                              at::ScalarType compute, at::Device device) {
   TORCH_CHECK(wanted[0] == weight.has_value() && wanted[1] == bias.has_value(), op,
               ": of the wanted gradients of weight and bias, either all or none have a main_grad");
+  TORCH_CHECK(compute == at::kFloat, op, ": main_grad is a Float tensor, and x must not be Double");
   for (const auto* const main_grad : {&weight, &bias}) {
-    TORCH_CHECK(!*main_grad || ((*main_grad)->scalar_type() == at::kFloat &&
-                                compute == at::kFloat && (*main_grad)->sizes() == shape &&
-                                (*main_grad)->is_contiguous() && (*main_grad)->device() == device),
+    TORCH_CHECK(!*main_grad ||
+                    ((*main_grad)->scalar_type() == at::kFloat && (*main_grad)->sizes() == shape &&
+                     (*main_grad)->is_contiguous() && (*main_grad)->device() == device),
                 op, ": main_grad must be a contiguous Float tensor of shape ", shape, " on ",
                 device, ", got ", (*main_grad)->scalar_type(), " of shape ", (*main_grad)->sizes(),
                 " on ", (*main_grad)->device());

@@ -98,7 +98,7 @@ def _shard(value: Any, mesh: DeviceMesh, placements: Placements, rows_ndim: int)
     """The part of this rank; a rank outside of the mesh has no rows, but takes part in the call."""
     if mesh.get_coordinate() is None:
         size = (0,) * rows_ndim + tuple(value.shape[rows_ndim:])
-        return torch.empty(size, dtype=value.dtype, device=value.device)
+        return torch.empty(size, dtype=value.dtype, device=mesh.device_type)
     if value.placements != placements:
         value = value.detach().redistribute(mesh, placements)
     shard: Tensor = value.to_local()

@@ -74,8 +74,8 @@ def fused_layer_norm(
         memory_efficient: save the output for backward instead of the input, which needs less memory
             where the output is kept anyway, as by a linear layer behind it. Backward takes the
             normalised values from the output, by a division by the weight: they carry the rounding
-            of the output's dtype, weights closer to zero than 1e-5 are taken for 1e-5, and there is
-            no second derivative. Not together with dropout.
+            of the output's dtype, and a weight closer to zero than 1e-5 is taken for 1e-5: not for
+            weights that start at 0. There is no second derivative. Not together with dropout.
 
     Returns:
         A contiguous tensor of the shape of ``input``, in ``out_dtype``. The arithmetic is in

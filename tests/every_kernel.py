@@ -4,7 +4,8 @@
     compute-sanitizer --tool racecheck python -m tests.every_kernel --dtype bfloat16
 
 It checks no values (the tests do): each call has a shape that another tile of the kernels takes,
-and rows that begin at multiples of 16 bytes or do not.
+and rows that begin at multiples of 16 bytes or do not. The options that have kernels of their own
+come on top: dropout, other dtypes, a saved output, rows at two strides, sums added to main_grad.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 
 import torch
 
+from fused_op import FusedLayerNorm, FusedRMSNorm
 from tests.ops import OPS, PAIRS, Op, Pair
 
 # Rows, and 16-byte vectors of a row: the tiles of csrc/cuda/row_tile.h from one lane a row to a
@@ -40,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
             calls += 1
+        calls += call_options(pair)
         torch.cuda.synchronize()
         print(f"{pair}: {calls} calls forward and backward", flush=True)
 
@@ -54,6 +57,48 @@ def cases(pair: Pair) -> list[tuple[Op, int, int, int]]:
         for shift in (0, 1)
         for op in OPS
     ]
+
+
+OPTIONS = (
+    {"dropout_p": 0.5},
+    {"out_dtype": torch.float32},
+    {"memory_efficient": True},
+    {"residual_dtype": torch.float32},
+    {"zero_centered": True},
+)
+
+
+def call_options(pair: Pair) -> int:
+    """Forward and backward with each option that the op has; returns how many calls."""
+    if pair.rows == torch.float64:
+        return 0
+    calls = 0
+    vector = 16 // pair.rows.itemsize
+    for op in OPS:
+        if op.zero_centered:
+            continue
+        for options in OPTIONS:
+            if op.adds is ("memory_efficient" in options) or (
+                "residual_dtype" in options and not op.adds
+            ):
+                continue
+            for rows, vectors in SHAPES:
+                for shift in (0, 1):
+                    inputs = make_inputs(op, pair, rows, vectors * vector - shift, shift)
+                    outputs = op.fused(**inputs, **options)
+                    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+                    calls += 1
+    for cls in (FusedLayerNorm, FusedRMSNorm):  # heads of a packed tensor, and main_grad
+        for cols in (64, 256, 2048):
+            packed = torch.rand(2, 9, 3, 4, cols, dtype=pair.rows, device="cuda")
+            norm = cls(cols, dtype=pair.params, device="cuda", fuse_wgrad_accumulation=True)
+            for parameter in norm.parameters():
+                parameter.main_grad = torch.zeros(cols, device="cuda")
+            y = norm(packed[:, :, 1].requires_grad_())
+            y.backward(packed[:, :, 2])
+            calls += 1
+    return calls
 
 
 def make_inputs(op, pair, rows: int, cols: int, shift: int) -> dict[str, torch.Tensor]:

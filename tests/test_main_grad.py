@@ -153,6 +153,9 @@ def test_errors(device):
         parameter.main_grad = torch.zeros(64, device=device, dtype=BF16)
     with pytest.raises(RuntimeError, match=r"main_grad must be a contiguous Float tensor of sh"):
         run(module, rows(FusedLayerNorm, (5, 64), F32, device))
+    double = made(FusedLayerNorm, 64, torch.float64, device)
+    with pytest.raises(RuntimeError, match="main_grad is a Float tensor, and x must not be Double"):
+        run(double, rows(FusedLayerNorm, (5, 64), torch.float64, device))
     module.weight.main_grad = torch.zeros(63, device=device)
     with pytest.raises(RuntimeError, match=r"main_grad must be .* of shape \[64\] on"):
         run(module, rows(FusedLayerNorm, (5, 64), F32, device))

@@ -67,7 +67,7 @@ def check_values(
     found = evaluate(run, case.rows, None)
     right_run = torch_run(case.op)
     if case.drops:
-        scale = _scale_of_drops(found[1][:rows], item, rows)
+        scale = _scale_of_drops(found, item, rows)
         without = torch_run(case.op.removeprefix("dropout_"))
 
         def right_run(x: Tensor, *others: Tensor | None) -> Any:
@@ -87,15 +87,22 @@ def check_values(
     return error
 
 
-def _scale_of_drops(total: Tensor, item: InputSet, rows: int) -> Tensor:
-    """What each input was multiplied by, 0 or 1 / (1 - p), as its sum with the residual shows.
+def _scale_of_drops(found: list[Tensor], item: InputSet, rows: int) -> Tensor:
+    """What each input was multiplied by, 0 or 1 / (1 - p), as the results show.
+
+    Its sum with the residual tells; for inputs that are lost in the rounding of the sum, their
+    gradient does, which is zero where one was dropped (and seldom by chance).
 
     Raises:
         RuntimeError: far more or fewer were dropped than p says.
     """
     assert item.residual is not None
-    share = (total - item.residual[:rows]).double() / item.input[:rows].double()
-    scale = (share > 0.5 / (1 - DROPOUT_P)).double() / (1 - DROPOUT_P)
+    share = (found[1][:rows] - item.residual[:rows]).double() / item.input[:rows].double()
+    kept_here = share > 0.5 / (1 - DROPOUT_P)
+    if len(found) > 2:
+        lost = item.input[:rows].abs() < 2**-6 * item.residual[:rows].abs()
+        kept_here = torch.where(lost, found[2][:rows] != 0, kept_here)
+    scale = kept_here.double() / (1 - DROPOUT_P)
     kept = float((scale > 0).double().mean())
     chance = (DROPOUT_P * (1 - DROPOUT_P) / scale.numel()) ** 0.5
     if not abs(kept - (1 - DROPOUT_P)) < 0.01 + 6 * chance:

@@ -108,12 +108,16 @@ bool is_aligned(const at::Tensor& tensor, std::uintptr_t bytes) {
 
 // Arguments as kernels can read them: the tensor itself where possible, else a contiguous copy.
 // Addresses must be multiples of the element size; those of views of raw bytes may be others.
-at::Tensor readable_rows(const at::Tensor& tensor, const Shape& shape, bool in_vectors = false) {
+at::Tensor readable_rows(const at::Tensor& tensor, const Shape& shape, bool in_vectors,
+                         bool may_be_split) {
   const std::optional<RowLayout> layout = row_layout(tensor, shape);
+  const bool is_split = layout && layout->inner != 0 && tensor.is_cuda();
   std::uintptr_t alignment = tensor.element_size();
   bool readable = layout.has_value();
-  if (readable && (layout->inner != 0 || in_vectors) &&
-      tensor.is_cuda()) {  // as norm_args.h has it
+  if (is_split) {  // as norm_args.h has it
+    readable = may_be_split && shape.cols * tensor.element_size() <= kMaxSplitBytes;
+  }
+  if (readable && (is_split || (in_vectors && tensor.is_cuda()))) {
     alignment = kVectorBytes;
     for (const std::int64_t elements : {shape.cols, layout->stride, layout->outer_stride}) {
       readable = readable && elements * tensor.element_size() % kVectorBytes == 0;
@@ -248,9 +252,9 @@ ThreeTensors norm_forward(std::string_view norm, const at::Tensor& input,
   // These own what the pointers point into until the kernel has been queued.
   const bool in_vectors = dropout_p > 0 && residual && input.scalar_type() == dtype &&
                           is_vector_dropout(to_dtype(dtype), shape.cols);
-  const at::Tensor input_rows = readable_rows(input, shape, in_vectors);
+  const at::Tensor input_rows = readable_rows(input, shape, in_vectors, !residual);
   const at::Tensor residual_rows =
-      residual ? readable_rows(*residual, shape, in_vectors) : at::Tensor();
+      residual ? readable_rows(*residual, shape, in_vectors, !residual) : at::Tensor();
   const Parameters parameters(weight, bias, zero_centered, stats_dtype(dtype));
   const OptionalTensor& any = parameters.weight ? parameters.weight : parameters.bias;
 
@@ -364,13 +368,20 @@ FourTensors norm_backward_into(std::string_view norm, const at::Tensor& grad_out
     return results();
   }
 
-  const bool in_vectors = dropout_p > 0 && residual_dtype &&
-                          grad_output.scalar_type() == x.scalar_type() &&
-                          is_vector_dropout(to_dtype(x.scalar_type()), shape.cols);
-  const at::Tensor x_rows = readable_rows(x, shape, in_vectors);
-  const at::Tensor grad_output_rows = readable_rows(grad_output, shape, in_vectors);
+  const auto is_split = [&](const at::Tensor& tensor) {
+    const std::optional<RowLayout> layout = row_layout(tensor, shape);
+    return layout && layout->inner != 0;
+  };
+  const bool may_be_split = !residual_dtype;
+  const bool drops_vectors = dropout_p > 0 && residual_dtype &&
+                             grad_output.scalar_type() == x.scalar_type() &&
+                             is_vector_dropout(to_dtype(x.scalar_type()), shape.cols);
+  // One at two strides, and all are read in vectors.
+  const bool in_vectors = drops_vectors || (may_be_split && (is_split(x) || is_split(grad_output)));
+  const at::Tensor x_rows = readable_rows(x, shape, in_vectors, may_be_split);
+  const at::Tensor grad_output_rows = readable_rows(grad_output, shape, in_vectors, may_be_split);
   const at::Tensor grad_sum_rows =
-      grad_sum ? readable_rows(*grad_sum, shape, in_vectors) : at::Tensor();
+      grad_sum ? readable_rows(*grad_sum, shape, in_vectors, may_be_split) : at::Tensor();
   const Parameters parameters(weight, x_is_output ? bias : std::nullopt, zero_centered, compute);
   const at::Tensor dense_stats = readable_dense(stats, stats.element_size());
 

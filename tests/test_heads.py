@@ -50,6 +50,18 @@ def test_views_have_the_bits_of_copies(device, pair, name, head_dim):
     assert torch.equal(gradient, results[0][1])
 
 
+def test_one_at_two_strides_beside_one_at_any_address(device):
+    """Catches vectors that are read at an address which is no multiple of theirs."""
+    qkv = torch.randn(2, 7, 3, 4, 64, device=device)
+    shifted = torch.randn(2 * 7 * 4 * 64 + 1, device=device)[1:].view(2, 7, 4, 64)
+    for x, dy in ((shifted, qkv[:, :, 0]), (qkv[:, :, 0], shifted)):
+        results = []
+        for rows, grads in ((x, dy), (x.contiguous().clone(), dy.contiguous().clone())):
+            leaf = rows.detach().requires_grad_()
+            results.append(torch.autograd.grad(fused_rms_norm(leaf), leaf, grads)[0])
+        assert torch.equal(*results)
+
+
 def copies(function):
     with profile(activities=[ProfilerActivity.CPU]) as log:
         function()

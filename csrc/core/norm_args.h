@@ -35,7 +35,8 @@ struct Rows {
 // is_flexible() and goes to the kernels that decide at run time. f64 stands beside f64 alone.
 // Statistics are f32 (f64 for f64). On the GPU, parameters and what is written begin at a multiple
 // of 16 bytes. Rows to read begin at any multiple of the element size; split ones on the GPU are
-// whole vectors of 16 bytes.
+// whole vectors of 16 bytes, no longer than kMaxSplitBytes, and have no residual.
+constexpr int kMaxSplitBytes = 512;
 struct NormForwardArgs {
   NormKind kind = NormKind::kLayerNorm;
   DType dtype = DType::kFloat32;        // of what is normalised: the input, or the sum

@@ -66,13 +66,14 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
                                              first_col, lane);
   // Where registers are left, statistics are read a row ahead, like the row itself.
   constexpr bool kRoomy = !Access::kSharesBlocks || kKeepPacks;
+  constexpr bool kSavedAhead = kRoomy && !Source::kDrops;
   const A* stats = static_cast<const A*>(args.stats) + first_row;
   const auto next_saved = [&](bool live) {
     const A* const here = stats;
     stats += steps.rows;
     return live ? Norm::saved(here, 0, args.rows) : SavedStats<A>{};
   };
-  SavedStats<A> saved = kRoomy ? next_saved(first_row < args.rows) : SavedStats<A>{};
+  SavedStats<A> saved = kSavedAhead ? next_saved(first_row < args.rows) : SavedStats<A>{};
   WeightPack kept[kKeepWeight ? kVectors : 1];
   constexpr int kWeightParts = sizeof(WeightPack) / kVectorBytes;
   uint4* const weight_blocks = blocks + kStages * Layout::kStageBlocks;
@@ -111,15 +112,14 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   A dbias[kVectors][N] = {};
   int parity = 0;
   T* dx = static_cast<T*>(args.grad_input.data) + first_row * args.cols;
-  T* dx_residual = static_cast<T*>(args.grad_residual.data) + first_row * args.cols;
   for (std::int64_t row = first_row; row - team < args.rows; row += steps.rows) {
     const bool live = row < args.rows;
     const int live_width = live ? width : 0;
-    if constexpr (!kRoomy) {
+    if constexpr (!kSavedAhead) {
       saved = next_saved(live);
     }
     const Normalizer<A> normalizer = saved.normalizer();
-    if constexpr (kRoomy) {
+    if constexpr (kSavedAhead) {
       saved = next_saved(row + steps.rows < args.rows);
     }
     staged.advance_to(row);
@@ -228,7 +228,8 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
             store_row_gradients(args, dropout, row, col_of(i), width, xhat);
           } else if constexpr (Source::kDrops) {
             if (args.grad_residual.data != nullptr) {
-              Access::store(dx_residual, col_of(i), live_width, pack_from<T, N>(xhat));
+              T* const target = static_cast<T*>(args.grad_residual.data) + row * args.cols;
+              Access::store(target, col_of(i), live_width, pack_from<T, N>(xhat));
             }
             if (args.grad_input.data != nullptr) {
               DropoutRow(dropout, row).apply(args.dropout, col_of(i), xhat);
@@ -247,7 +248,6 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
       }
     }
     dx = reinterpret_cast<T*>(reinterpret_cast<char*>(dx) + steps.grad_input);
-    dx_residual = reinterpret_cast<T*>(reinterpret_cast<char*>(dx_residual) + steps.grad_input);
     staged.release();
   }
   if (args.grad_weight == nullptr && args.grad_bias == nullptr) {
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
 #pragma unroll
         for (int j = 0; j < kFour; ++j) {
           if (target != nullptr && col + j < width) {
-            store_gradient<W>(target, args.param_dtype, args.add_grads, col + j, sums[j]);
+            store_gradient<W>(target, args.param_dtype, col + j, sums[j]);
           }
         }
       }

@@ -13,7 +13,7 @@
 
 namespace fused_op::cuda {
 
-// A row to read, and N of its elements; past the row's end they are zero.
+// A row to read, and N of its elements; past the row's end they are zero if kClip, else anything.
 template <typename Source>
 __device__ __forceinline__ auto reader_of(const ConstRows& rows, std::int64_t row) {
   if constexpr (Source::kFlexible) {
@@ -22,42 +22,46 @@ __device__ __forceinline__ auto reader_of(const ConstRows& rows, std::int64_t ro
     return row_of<typename Source::Element>(rows, row);
   }
 }
-template <typename Access, int N, typename T>
+template <typename Access, bool kClip, int N, typename T>
 __device__ __forceinline__ void read(const T* row, std::int64_t col, std::int64_t cols,
                                      Accumulator<T> (&values)[N]) {
   Pack<T, N> pack = Access::template load<N>(row, col, cols);
-  Access::clip(cols - col, pack);
+  if constexpr (kClip) {
+    Access::clip(cols - col, pack);
+  }
   unpack(pack, values);
 }
-template <typename, int N, typename A>
+template <typename, bool, int N, typename A>
 __device__ __forceinline__ void read(const AnyRow& row, std::int64_t col, std::int64_t cols,
                                      A (&values)[N]) {
   to_values(load_raw<N, A>(row, col, cols), row.dtype, values);
 }
 
-// x̂, dy and dy·weight of N elements.
-template <typename W, typename Norm, typename Source, typename Access, int N, typename Reader,
-          typename A>
+// x̂ and dy of N elements.
+template <typename Source, typename Access, bool kClip, int N, typename Reader, typename A>
 __device__ __forceinline__ void read_terms(const NormBackwardArgs& args, const Reader& x_row,
                                            const Reader& dy_row, const DropoutState& state,
-                                           std::int64_t row, std::int64_t col,
-                                           const Normalizer<A>& normalizer, const A (&weight)[N],
-                                           A (&xhat)[N], A (&dy)[N], A (&wdy)[N]) {
-  read<Access>(x_row, col, args.cols, xhat);
-  read<Access>(dy_row, col, args.cols, dy);
+                                           std::int64_t row, std::int64_t col, A (&x)[N],
+                                           A (&dy)[N]) {
+  read<Access, kClip>(x_row, col, args.cols, x);
+  read<Access, kClip>(dy_row, col, args.cols, dy);
   if constexpr (Source::kFlexible) {
     if (args.dropout.active && !args.drops_input) {
       DropoutRow(state, row).apply(args.dropout, col, dy);
     }
   }
-  const bool from_output = Source::kFlexible && args.x_is_output;
-  if (from_output) {
-    xhat_of_output(args, col, weight, xhat);
+}
+template <typename Norm, typename Source, int N, typename A>
+__device__ __forceinline__ void normalize(const NormBackwardArgs& args, std::int64_t col,
+                                          const Normalizer<A>& normalizer, const A (&weight)[N],
+                                          A (&x)[N]) {
+  if (Source::kFlexible && args.x_is_output) {
+    xhat_of_output(args, col, weight, x);
+    return;
   }
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    xhat[j] = from_output ? xhat[j] : Norm::normalized(xhat[j], normalizer);
-    wdy[j] = dy[j] * weight[j];
+    x[j] = Norm::normalized(x[j], normalizer);
   }
 }
 
@@ -82,17 +86,17 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
 #pragma unroll(Source::kFlexible ? 1 : 4)
   for (std::int64_t col = static_cast<std::int64_t>(threadIdx.x) * N; col < args.cols;
        col += kMaxRowThreads * N) {
-    A xhat[N], dy[N], wdy[N], w[N];
+    A xhat[N], dy[N], w[N];
+    read_terms<Source, Access, true>(args, x_row, dy_row, state, row, col, xhat, dy);
     auto w_pack = parameters_of<W, N>(args.weight, args.param_dtype, col, args.cols, 1);
     if constexpr (Access::kSharesBlocks) {
       Access::clip(args.cols - col, w_pack);
     }
     unpack(w_pack, w);
-    read_terms<W, Norm, Source, Access>(args, x_row, dy_row, state, row, col, normalizer, w, xhat,
-                                        dy, wdy);
+    normalize<Norm, Source>(args, col, normalizer, w, xhat);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      sums.add(wdy[j], xhat[j]);
+      sums.add(dy[j] * w[j], xhat[j]);
     }
   }
   __shared__ PullbackSums<A> parts[kWarps];
@@ -140,17 +144,17 @@ __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
     const Normalizer<A> normalizer = Norm::saved(stats, row, args.rows).normalizer();
     const Pullback<Norm, A> pullback(row_sums[row], normalizer, inverse_cols);
     A xhat[N], dy[N], dx[N];
-    read_terms<W, Norm, Source, Access>(args, x_row, dy_row, state, row, col, normalizer, w, xhat,
-                                        dy, dx);
+    read_terms<Source, Access, false>(args, x_row, dy_row, state, row, col, xhat, dy);
+    normalize<Norm, Source>(args, col, normalizer, w, xhat);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       dweight[j] = multiply_add(dy[j], xhat[j], dweight[j]);
       dbias[j] += dy[j];
-      dx[j] = pullback(dx[j], xhat[j]);
+      dx[j] = pullback(dy[j] * w[j], xhat[j]);
     }
     if (Source::kFlexible || Source::kDrops ? args.grad_sum.data != nullptr
                                             : Source::kGradStreams == 3) {
-      read<Access>(reader_of<Source>(args.grad_sum, row), col, args.cols, dy);
+      read<Access, false>(reader_of<Source>(args.grad_sum, row), col, args.cols, dy);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         dx[j] += dy[j];

@@ -158,6 +158,8 @@ class StagedRows {
   __device__ __forceinline__ std::uintptr_t address(int stream, std::int64_t row) const {
     if constexpr (Source::kFlexible) {
       return reinterpret_cast<std::uintptr_t>(any_row(rows(stream), row).at(first_col_));
+    } else if constexpr (Source::kSplit) {
+      return reinterpret_cast<std::uintptr_t>(split_row_of<T>(rows(stream), row) + first_col_);
     } else {
       return reinterpret_cast<std::uintptr_t>(row_of<T>(rows(stream), row) + first_col_);
     }
@@ -186,7 +188,7 @@ class StagedRows {
         }
       }
     }
-    if (!Access::kSharesBlocks && steps_.split) {
+    if (Source::kSplit && steps_.split) {
       place(row + steps_.rows);
     } else {
 #pragma unroll

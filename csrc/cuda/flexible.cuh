@@ -209,13 +209,11 @@ __device__ __forceinline__ Pack<typename ParameterOf<W>::type, N> parameters_of(
   }
 }
 
-// A parameter's gradient, or its share of it, to where it is kept.
+// A parameter's gradient, in the dtype of the parameter.
 template <typename W, typename A>
-__device__ __forceinline__ void store_gradient(void* target, DType dtype, bool add,
-                                               std::int64_t col, A value) {
-  if (add) {
-    static_cast<float*>(target)[col] += static_cast<float>(value);
-  } else if constexpr (!kIsFlexible<W>) {
+__device__ __forceinline__ void store_gradient(void* target, DType dtype, std::int64_t col,
+                                               A value) {
+  if constexpr (!kIsFlexible<W>) {
     static_cast<W*>(target)[col] = static_cast<W>(value);
   } else if (size_of(dtype) == sizeof(A)) {
     static_cast<A*>(target)[col] = value;
@@ -231,6 +229,7 @@ template <typename A>
 struct Flexible {
   using Element = A;
   static constexpr bool kFlexible = true;
+  static constexpr bool kSplit = true;  // maybe
   static constexpr int kElements = sizeof(A) == 4 ? 8 : 2;
   static constexpr int kGradStreams = 3;
   static constexpr bool kDrops = false;  // decided at run time

@@ -122,19 +122,6 @@ auto with_flat_cols(std::int64_t cols, Function&& function) {
 template <typename W, typename Norm, typename Source, typename Access>
 void launch_rows(const NormForwardArgs& args, cudaStream_t stream) {
   const std::int64_t vectors = ceil_div(args.cols, Source::kElements);
-  if constexpr (!Source::kFlexible) {
-    if (vectors > kMaxForwardVectors && in_cluster<Norm>(args, vectors, device_info())) {
-      static AttributeOnce large;
-      launch_clusters(norm_forward_kernel<W, Norm, Source, Access, ClusterTile>, large, args,
-                      vectors, device_info(), stream);
-      return;
-    }
-  }
-  if (vectors > (Source::kFlexible ? kMaxFlexibleVectors : kMaxForwardVectors)) {
-    norm_forward_streamed_kernel<W, Norm, Source, Access>
-        <<<static_cast<unsigned>(args.rows), kMaxRowThreads, 0, stream>>>(args);
-    return;
-  }
   const auto launch = [&]<typename Tile>() {
     const int row_threads = Tile::kLanes * row_warps<Tile>(vectors);
     if constexpr (Tile::kLanes == kWarpSize && !Source::kFlexible) {
@@ -148,10 +135,28 @@ void launch_rows(const NormForwardArgs& args, cudaStream_t stream) {
     const auto grid = static_cast<unsigned>(ceil_div(args.rows, threads / row_threads));
     norm_forward_kernel<W, Norm, Source, Access, Tile><<<grid, threads, 0, stream>>>(args);
   };
-  if constexpr (Source::kFlexible) {
-    with_flexible_tile(vectors, launch);
+  if constexpr (Source::kSplit && !Source::kFlexible) {
+    with_short_forward_tile(vectors, launch);
+    return;
   } else {
-    with_forward_tile(vectors, launch);
+    if constexpr (!Source::kFlexible) {
+      if (vectors > kMaxForwardVectors && in_cluster<Norm>(args, vectors, device_info())) {
+        static AttributeOnce large;
+        launch_clusters(norm_forward_kernel<W, Norm, Source, Access, ClusterTile>, large, args,
+                        vectors, device_info(), stream);
+        return;
+      }
+    }
+    if (vectors > (Source::kFlexible ? kMaxFlexibleVectors : kMaxForwardVectors)) {
+      norm_forward_streamed_kernel<W, Norm, Source, Access>
+          <<<static_cast<unsigned>(args.rows), kMaxRowThreads, 0, stream>>>(args);
+      return;
+    }
+    if constexpr (Source::kFlexible) {
+      with_flexible_tile(vectors, launch);
+    } else {
+      with_forward_tile(vectors, launch);
+    }
   }
 }
 
@@ -164,6 +169,8 @@ cudaError_t launch_forward(const NormForwardArgs& args, cudaStream_t stream) {
       if constexpr (sizeof(T) < 8) {
         launch_rows<W, Norm, DropoutAddResidual<T>, VectorAccess>(args, stream);
       }
+    } else if (args.input.split.inner != 0) {
+      launch_rows<W, Norm, SplitRows<T>, VectorAccess>(args, stream);
     } else if (is_flat<T>(args)) {
       with_flat_cols<T>(args.cols, [&]<int kMaxCols>() {
         norm_forward_flat_kernel<W, Norm, T, kMaxCols>
@@ -240,7 +247,8 @@ BackwardPlan plan_backward(const NormBackwardArgs& args) {
     plan.row_sums_bytes = (plan.row_sums_bytes + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
   }
   const bool wanted = args.grad_weight != nullptr || args.grad_bias != nullptr;
-  if (wanted && !(plan.at_once && plan.parts == 1)) {
+  // A single CTA writes the gradients itself, but does not add to them.
+  if (wanted && (!plan.at_once || plan.parts > 1 || args.add_grads)) {
     plan.partials_bytes = static_cast<std::size_t>(plan.parts) * Norm::kGrads *
                           partial_stride<Source>(args.cols) * sizeof(A);
   }
@@ -265,6 +273,11 @@ auto with_backward_variant(const NormBackwardArgs& args, Function&& function) {
         if (args.dropout.active) {
           return with_tile.template operator()<DropoutAddResidual<T>, VectorAccess>();
         }
+      }
+      if (args.x.split.inner != 0 || args.grad_output.split.inner != 0) {
+        return with_short_backward_tile(ceil_div(args.cols, kVector<T>), [&]<typename Tile>() {
+          return function.template operator()<Norm, SplitRows<T>, VectorAccess, Tile>();
+        });
       }
       return with_source<T>(args.grad_sum, [&]<typename Source>() {
         return with_access<T>(

@@ -71,13 +71,17 @@ struct ForwardBounds {
 // lie apart. H200, bf16, share of the limit: 0.76 with <1, 4>, 0.93 with <2, 2> at 2097152x32; 0.90
 // with <2, 4>, 0.93 with <4, 2> at 1048576x64; 0.95 with <16, 4>, 0.91 with <32, 2> at 262144x512.
 template <typename Function>
-auto with_forward_tile(std::int64_t vectors, Function&& function) {
+auto with_short_forward_tile(std::int64_t vectors, Function&& function) {  // up to kMaxSplitBytes
   if (vectors <= 1) return function.template operator()<RowTile<1, 1>>();
   if (vectors <= 2) return function.template operator()<RowTile<2, 1>>();
   if (vectors <= 4) return function.template operator()<RowTile<2, 2>>();
   if (vectors <= 8) return function.template operator()<RowTile<4, 2>>();
   if (vectors <= 16) return function.template operator()<RowTile<4, 4>>();
-  if (vectors <= 32) return function.template operator()<RowTile<8, 4>>();
+  return function.template operator()<RowTile<8, 4>>();
+}
+template <typename Function>
+auto with_forward_tile(std::int64_t vectors, Function&& function) {
+  if (vectors <= 32) return with_short_forward_tile(vectors, function);
   if (vectors <= 64) return function.template operator()<RowTile<16, 4>>();
   // Three where they make do with as many warps.
   if ((vectors + 95) / 96 == (vectors + 127) / 128) {
@@ -112,14 +116,20 @@ constexpr std::int64_t backward_merit(std::int64_t vectors, int per_lane) {
          (12 / per_lane);  // 12: divisible by 2, 3, 4
 }
 
+// The tiles of rows up to kMaxSplitBytes.
 template <typename Function>
-auto with_backward_tile(std::int64_t vectors, Function&& function) {
+auto with_short_backward_tile(std::int64_t vectors, Function&& function) {
   if (vectors <= 1) return function.template operator()<RowTile<1, 1>>();
   if (vectors <= 2) return function.template operator()<RowTile<2, 1>>();
   if (vectors <= 4) return function.template operator()<RowTile<4, 1>>();
   if (vectors <= 8) return function.template operator()<RowTile<8, 1>>();
   if (vectors <= 16) return function.template operator()<RowTile<16, 1>>();
-  if (vectors <= 32) return function.template operator()<RowTile<32, 1>>();
+  return function.template operator()<RowTile<32, 1>>();
+}
+
+template <typename Function>
+auto with_backward_tile(std::int64_t vectors, Function&& function) {
+  if (vectors <= 32) return with_short_backward_tile(vectors, function);
   // The fewest vectors a lane of equal merit: two keep the weight in registers too. H200, bf16,
   // share of the limit with 2, 3, 4 vectors: 0.91 0.70 0.82 at 131072x1024, 0.62 0.80 0.89 at
   // 26214x5120, 0.80 0.75 0.84 at 16384x8192.

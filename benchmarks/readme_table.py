@@ -204,6 +204,41 @@ def put_block(readme: Path, folder: Path = BLOCK_RESULTS) -> bool:
     return replace_between(readme, "block", text)
 
 
+def put_options(readme: Path, folder: Path = RESULTS / "options") -> bool:
+    """The same for benchmarks.options."""
+    path = newest_in(folder)
+    if path is None:
+        return False
+    result = json.loads(path.read_text())
+    lines = ["| call, bf16 | rows x columns | forward | backward |", "|---|---|---|---|"]
+    for row in sorted(result["rows"], key=lambda row: (row["option"], row["cols"], -row["rows"])):
+        shape = f"{row['rows']} x {row['cols']}"
+        both = " | ".join(f"{row[mode]['fraction']:.3f}" for mode in ("forward", "backward"))
+        lines.append(f"| {row['option']} | {shape} | {both} |")
+    table = "\n".join(lines)
+    return replace_between(readme, "options", f"{origin(result, path.resolve())}\n\n{table}")
+
+
+def put_training(readme: Path, folder: Path = RESULTS / "llama") -> bool:
+    """The same for examples/train_llama.py."""
+    path = newest_in(folder)
+    if path is None:
+        return False
+    result = json.loads(path.read_text())
+    lines = [
+        "| norms | ms a step | peak MiB | largest difference of its loss curve from native |",
+        "|---|---|---|---|",
+    ]
+    for name, figures in result["variants"].items():
+        difference = result["differences"].get(name)
+        shown = "" if difference is None else f"{difference:.3f}"
+        mib = figures["peak_bytes"] / 2**20
+        lines.append(f"| {name} | {figures['ms']:.2f} | {mib:.0f} | {shown} |")
+    size = ", ".join(f"{name} {value}" for name, value in result["size"].items())
+    text = f"{origin(result | {'rows': []}, path.resolve())} {result['steps']} steps; {size}.\n\n"
+    return replace_between(readme, "training", text + "\n".join(lines))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme_table", description=__doc__)
     parser.add_argument("file", nargs="?", type=Path, help="default: the newest result")
@@ -216,6 +251,8 @@ def main() -> None:
     changed = replace_between(readme, "benchmark", table)
     changed |= replace_between(readme, "losses", losses(result))
     changed |= put_block(readme)
+    changed |= put_options(readme)
+    changed |= put_training(readme)
     if changed and options.check:
         sys.exit("README.md did not show the figures of the result file; it does now")
 

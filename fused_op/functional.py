@@ -338,6 +338,14 @@ class _Call(NamedTuple):
     main_grad: bool = False  # add the parameters' gradients to their main_grad
 
 
+def _options(call: _Call) -> tuple[Any, ...]:
+    """What the forward op takes behind the tensors; dynamo of PyTorch 2.7 cannot slice a call."""
+    return (
+        *(call.normalized_ndim, call.eps, call.zero_centered, call.dropout_p),
+        *(call.output_dtype, call.sum_dtype),
+    )
+
+
 class _NormFunction(torch.autograd.Function):
     """Every op as one differentiable function; without a residual it returns the output alone.
 
@@ -402,7 +410,9 @@ def _forward(
     call: _Call,
 ) -> tuple[Tensor, Tensor | None]:
     tensors = input, residual, weight, bias, rng_state
-    output, sum, stats = _raw_forward()(call.norm, *tensors, *call[1:7], any(ctx.needs_input_grad))
+    output, sum, stats = _raw_forward()(
+        *(call.norm, *tensors, *_options(call), any(ctx.needs_input_grad))
+    )
     affine = weight if weight is not None else bias
     ctx.call = call
     ctx.dtypes = (
@@ -610,7 +620,7 @@ def _dispatch(tensors: _Tensors, call: _Call) -> Any:
     register_rules()
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _NormFunction.apply(*tensors, *call)  # type: ignore[no-untyped-call]
-    output, sum, _ = _raw_forward()(call.norm, *tensors, *call[1:7], False)
+    output, sum, _ = _raw_forward()(call.norm, *tensors, *_options(call), False)
     return output if tensors[1] is None else (output, sum)
 
 

@@ -137,7 +137,8 @@ def test_compiled_code_does_not_forget_it(device):
         torch.manual_seed(1)
         inputs = rows(FusedRMSNorm, (5, 64), F32, device)
         if options == {"fullgraph": True}:
-            with pytest.raises(RuntimeError, match=r"main_grad is not added to under torch.co"):
+            # PyTorch 2.7 says only that it observed an exception.
+            with pytest.raises(RuntimeError, match="main_grad is not added to under|ExceptionVar"):
                 run(called, inputs)
         else:
             run(called, inputs)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import plot, readme_table, report
+from benchmarks import options, plot, readme_table, report
 from benchmarks.grids import (
     ALL_MODES,
     DTYPES,
@@ -222,6 +222,15 @@ def test_plots_come_from_the_json(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for path in plot.draw(tiny_run(), tmp_path, "layer_norm", "float32"):
         assert path.stat().st_size > 1000
+
+
+def test_every_option_is_measured() -> None:
+    """Catches an option whose call has gone, or that has no figure in one direction."""
+    limits: dict[Any, float] = {}
+    for option in options.OPTIONS:
+        timer = HostTimer(rounds=1, round_s=0.0)
+        row = options.measure(option, 64, 16, timer, torch.device("cpu"), limits)
+        assert row["forward"]["us"] > 0 and row["backward"]["us"] > 0, option.name
 
 
 def test_graph_timer_captures_every_mode() -> None:

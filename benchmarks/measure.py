@@ -48,7 +48,7 @@ def measure_case(
             key = (kind, case.limit_bytes(mode), case.dtype)
             if key not in limits:
                 note(f"{case.key}: {kind}")
-                limits[key] = _measure_limit(*key, timer, device)
+                limits[key] = measure_limit(*key, timer, device)
             row["limits"][mode] = limits[key]
         sets = _make_sets(case, timer, device)
         for peer in peers:
@@ -57,7 +57,7 @@ def measure_case(
     return row
 
 
-def _measure_limit(
+def measure_limit(
     kind: str, total_bytes: int, dtype: str, timer: Timer, device: torch.device
 ) -> dict[str, Any]:
     """The fastest device copy (2 tensors) or add (3 tensors) found that moves `total_bytes`.

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from fused_op import fused_add_layer_norm, fused_add_rms_norm, fused_layer_norm, fused_rms_norm
 
-from .measure import _measure_limit
+from .measure import measure_limit
 from .report import environment, write_json
-from .timing import GraphTimer
+from .timing import GraphTimer, Timer
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -56,13 +56,14 @@ SHAPES = ((131072, 1024), (32768, 4096), (16384, 8192))
 HEAD_SHAPES = ((524288, 64), (524288, 128))
 
 
-def measure(option: Option, rows: int, cols: int, timer: GraphTimer, limits: Any) -> dict[str, Any]:
+def measure(
+    option: Option, rows: int, cols: int, timer: Timer, device: torch.device, limits: Any
+) -> dict[str, Any]:
     """Forward without gradients and backward of one option at one shape, in bf16."""
-    device = timer.device
 
     def limit(kind: str, total: int) -> float:
         if (kind, total) not in limits:
-            limits[kind, total] = _measure_limit(kind, total, "bfloat16", timer, device)["us"]
+            limits[kind, total] = measure_limit(kind, total, "bfloat16", timer, device)["us"]
         return limits[kind, total]
 
     def draw() -> Tensor:
@@ -112,7 +113,7 @@ def main() -> None:
     limits: dict[tuple[str, int], float] = {}
     for option in OPTIONS:
         for rows, cols in HEAD_SHAPES if option.head_dims else SHAPES:
-            row = measure(option, rows, cols, timer, limits)
+            row = measure(option, rows, cols, timer, timer.device, limits)
             print(f"{option.name:32} {rows:7} x {cols:5}", end="")
             print(*(f"  {m} {row[m]['fraction']:.3f}" for m in ("forward", "backward")))
             result["rows"].append(row)

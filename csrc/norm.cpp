@@ -106,6 +106,11 @@ bool is_aligned(const at::Tensor& tensor, std::uintptr_t bytes) {
   return reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % bytes == 0;
 }
 
+// Whether the GPU may read its rows at two strides: norm_args.h.
+bool is_short(const at::Tensor& tensor, const Shape& shape) {
+  return shape.cols * tensor.element_size() <= kMaxSplitBytes;
+}
+
 // Arguments as kernels can read them: the tensor itself where possible, else a contiguous copy.
 // Addresses must be multiples of the element size; those of views of raw bytes may be others.
 at::Tensor readable_rows(const at::Tensor& tensor, const Shape& shape, bool in_vectors,
@@ -113,10 +118,7 @@ at::Tensor readable_rows(const at::Tensor& tensor, const Shape& shape, bool in_v
   const std::optional<RowLayout> layout = row_layout(tensor, shape);
   const bool is_split = layout && layout->inner != 0 && tensor.is_cuda();
   std::uintptr_t alignment = tensor.element_size();
-  bool readable = layout.has_value();
-  if (is_split) {  // as norm_args.h has it
-    readable = may_be_split && shape.cols * tensor.element_size() <= kMaxSplitBytes;
-  }
+  bool readable = layout && (!is_split || (may_be_split && is_short(tensor, shape)));
   if (readable && (is_split || (in_vectors && tensor.is_cuda()))) {
     alignment = kVectorBytes;
     for (const std::int64_t elements : {shape.cols, layout->stride, layout->outer_stride}) {
@@ -368,16 +370,19 @@ FourTensors norm_backward_into(std::string_view norm, const at::Tensor& grad_out
     return results();
   }
 
+  const bool may_be_split = !residual_dtype;
   const auto is_split = [&](const at::Tensor& tensor) {
+    if (!may_be_split || !tensor.is_cuda() || !is_short(tensor, shape)) {
+      return false;
+    }
     const std::optional<RowLayout> layout = row_layout(tensor, shape);
     return layout && layout->inner != 0;
   };
-  const bool may_be_split = !residual_dtype;
   const bool drops_vectors = dropout_p > 0 && residual_dtype &&
                              grad_output.scalar_type() == x.scalar_type() &&
                              is_vector_dropout(to_dtype(x.scalar_type()), shape.cols);
   // One at two strides, and all are read in vectors.
-  const bool in_vectors = drops_vectors || (may_be_split && (is_split(x) || is_split(grad_output)));
+  const bool in_vectors = drops_vectors || is_split(x) || is_split(grad_output);
   const at::Tensor x_rows = readable_rows(x, shape, in_vectors, may_be_split);
   const at::Tensor grad_output_rows = readable_rows(grad_output, shape, in_vectors, may_be_split);
   const at::Tensor grad_sum_rows =

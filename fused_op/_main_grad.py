@@ -31,7 +31,8 @@ def add_to_main_grad(
     if backward is fused_op_cuda.norm_backward and any(wanted[2:]):
         grad_x, grad_residual, *_ = fused_op_cuda.norm_backward_into(*call, wanted, *main_grads)
     else:
-        call[-1] = torch.float32  # the dtype of parameters: their gradients are not rounded
+        if backward is not fused_op_cuda.norm_backward:  # else none of them is wanted
+            call[-1] = torch.float32  # the dtype of parameters: their gradients are not rounded
         grad_x, grad_residual, *gradients = backward(*call, wanted)
         for main_grad, gradient in zip(main_grads, gradients, strict=True):
             if main_grad is not None:

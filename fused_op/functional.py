@@ -10,14 +10,12 @@ call while the kernels are ``disabled()``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_op_cuda
 
@@ -33,6 +31,17 @@ from ._arguments import (
 from ._disabled import open_blocks
 from ._main_grad import add_to_main_grad
 from ._ops import register_rules, shares_gradient
+from ._routes import (
+    Call,
+    Tensors,
+    cast,
+    check_alone,
+    composite,
+    dropout_state,
+    is_transformed,
+    op_options,
+    raw_forward,
+)
 from .reference import Norm, Shape
 
 _Result = TypeVar("_Result")
@@ -324,28 +333,6 @@ def rms_norm(
     return output
 
 
-class _Call(NamedTuple):
-    """What a call is beside its tensors; what the forward op takes comes first, in its order."""
-
-    norm: Norm
-    normalized_ndim: int  # 0 stands for the default of normalized_shape
-    eps: float
-    zero_centered: bool = False
-    dropout_p: float = 0.0
-    output_dtype: torch.dtype | None = None
-    sum_dtype: torch.dtype | None = None
-    memory_efficient: bool = False
-    main_grad: bool = False  # add the parameters' gradients to their main_grad
-
-
-def _options(call: _Call) -> tuple[Any, ...]:
-    """What the forward op takes behind the tensors; dynamo of PyTorch 2.7 cannot slice a call."""
-    return (
-        *(call.normalized_ndim, call.eps, call.zero_centered, call.dropout_p),
-        *(call.output_dtype, call.sum_dtype),
-    )
-
-
 class _NormFunction(torch.autograd.Function):
     """Every op as one differentiable function; without a residual it returns the output alone.
 
@@ -363,7 +350,7 @@ class _NormFunction(torch.autograd.Function):
         rng_state: Tensor | None,
         *call: Any,
     ) -> Any:
-        output, sum = _forward(ctx, input, residual, weight, bias, rng_state, _Call(*call))
+        output, sum = _forward(ctx, input, residual, weight, bias, rng_state, Call(*call))
         return output if residual is None else (output, sum)
 
     @staticmethod
@@ -389,7 +376,7 @@ class FusedLayerNormFunction(torch.autograd.Function):
     ) -> Any:
         """Run the kernel and save what backward reads."""
         register_rules()
-        return _forward(ctx, input, None, weight, bias, None, _Call("layer_norm", 0, eps))[0]
+        return _forward(ctx, input, None, weight, bias, None, Call("layer_norm", 0, eps))[0]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> Any:
@@ -407,11 +394,11 @@ def _forward(
     weight: Tensor | None,
     bias: Tensor | None,
     rng_state: Tensor | None,
-    call: _Call,
+    call: Call,
 ) -> tuple[Tensor, Tensor | None]:
     tensors = input, residual, weight, bias, rng_state
-    output, sum, stats = _raw_forward()(
-        *(call.norm, *tensors, *_options(call), any(ctx.needs_input_grad))
+    output, sum, stats = raw_forward()(
+        *(call.norm, *tensors, *op_options(call), any(ctx.needs_input_grad))
     )
     affine = weight if weight is not None else bias
     ctx.call = call
@@ -476,24 +463,6 @@ def _backward(
     )
 
 
-def _is_transformed() -> bool:
-    """Is torch.func or forward-mode AD on, in or around code that is being compiled?
-
-    There both look past an autograd.Function at the op in it, which has no derivative of its own:
-    gradients would be zeros, without an error.
-    """
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def _raw_forward() -> Any:
-    """The forward op without autograd: dynamo can only trace the one of the dispatcher."""
-    if open_blocks or (is_compiling() and _is_transformed()):
-        return _composite_forward
-    if is_compiling():
-        return torch.ops.fused_op.norm_forward.default
-    return fused_op_cuda.norm_forward
-
-
 # Function.apply without its Python half, which inspects the call for setup_context and functorch:
 # neither concerns _NormFunction here. Semi-private, hence the fallback.
 _apply = getattr(super(torch.autograd.Function, _NormFunction), "apply", _NormFunction.apply)
@@ -526,7 +495,7 @@ def _norm(
         if not training:
             dropout_p = 0.0
         if dropout_p:
-            rng_state = _dropout_state(input)
+            rng_state = dropout_state(input)
     tensors = input, residual, weight, bias, rng_state
     call = (
         *(norm, normalized_ndim, eps, zero_centered, dropout_p, output_dtype, sum_dtype),
@@ -534,26 +503,26 @@ def _norm(
     )
     if is_compiling():
         if torch.is_autocast_enabled(input.device.type):
-            tensors = _cast(*tensors)
-        if _is_transformed():
-            return _composite(tensors, _Call(*call))
+            tensors = cast(*tensors)
+        if is_transformed():
+            return composite(tensors, Call(*call))
         if residual is input:  # dynamo cannot trace a Function that gets a tensor twice
             tensors = tensors[0], tensors[0].view_as(tensors[0]), *tensors[2:]
-        return _dispatch(tensors, _Call(*call))
-    route: Any = _check if open_blocks else fused_op_cuda.norm
+        return _dispatch(tensors, Call(*call))
+    route: Any = check_alone if open_blocks else fused_op_cuda.norm
     result = route(norm, *tensors, *call[1:7])
     if type(result) is not int:
         return result
     if result == fused_op_cuda.CAST:
-        tensors = _cast(*tensors)
+        tensors = cast(*tensors)
         result = route(norm, *tensors, *call[1:7])
         if type(result) is not int:
             return result
     if result == fused_op_cuda.AUTOGRAD:
         return _apply(*tensors, *call)
     if result == fused_op_cuda.DISPATCH or main_grad:  # which the Function alone knows of
-        return _dispatch(tensors, _Call(*call))
-    return _composite(tensors, _Call(*call))
+        return _dispatch(tensors, Call(*call))
+    return composite(tensors, Call(*call))
 
 
 def norm_to_main_grad(
@@ -569,79 +538,13 @@ def norm_to_main_grad(
     )
 
 
-def _dropout_state(input: Tensor) -> Tensor:
-    """Seed and offset of one mask, from the generator that PyTorch's own dropout draws from."""
-    if is_compiling():
-        return torch.randint(0, 2**63 - 1, (2,), device=input.device)
-    return fused_op_cuda.dropout_state(input)
-
-
-class _NotPlain(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Changes nothing; but under any mode ``fused_op_cuda.norm`` takes no tensor for plain."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-def _check(*args: Any) -> int:
-    """``fused_op_cuda.norm`` without its kernel: says what it refuses, and CAST or COMPOSITE."""
-    with _NotPlain():  # type: ignore[no-untyped-call]
-        result = fused_op_cuda.norm(*args)
-    return fused_op_cuda.CAST if result == fused_op_cuda.CAST else fused_op_cuda.COMPOSITE
-
-
-_Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-
-def _composite(tensors: _Tensors, call: _Call) -> Any:
-    """The formula in PyTorch's operations."""
-    input, residual, weight, bias, rng_state = tensors
-    affine = weight if weight is not None else bias
-    ndim = call.normalized_ndim or (1 if affine is None else affine.dim())
-    shape = input.shape[input.dim() - ndim :]
-    output, sum = reference.compute(
-        *(call.norm, input, residual, weight, bias, rng_state, call.eps, shape),
-        *(call.zero_centered, call.dropout_p, call.output_dtype, call.sum_dtype),
-    )
-    return output if residual is None else (output, sum)
-
-
-def _composite_forward(*args: Any) -> tuple[Tensor, Tensor | None, None]:
-    """``norm_forward`` without its kernel, and so without statistics for backward."""
-    norm, input, residual, weight, bias, rng_state, *options, _ = args
-    if not is_compiling():
-        _check(*args[:-1])
-    result = _composite((input, residual, weight, bias, rng_state), _Call(norm, *options))
-    return (*result, None) if isinstance(result, tuple) else (result, None, None)
-
-
-def _dispatch(tensors: _Tensors, call: _Call) -> Any:
+def _dispatch(tensors: Tensors, call: Call) -> Any:
     """Through the dispatcher, where each kind of tensor finds its own implementation."""
     register_rules()
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _NormFunction.apply(*tensors, *call)  # type: ignore[no-untyped-call]
-    output, sum, _ = _raw_forward()(call.norm, *tensors, *_options(call), False)
+    output, sum, _ = raw_forward()(call.norm, *tensors, *op_options(call), False)
     return output if tensors[1] is None else (output, sum)
-
-
-def _cast(
-    input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rng_state: Tensor | None,
-) -> _Tensors:
-    """Under autocast, dtypes that do not fit together meet in the wider one, and lose nothing."""
-    wider = residual is not None and residual.dtype == torch.float32 and input.dtype.itemsize == 2
-    if residual is not None and not wider:
-        dtype = torch.promote_types(input.dtype, residual.dtype)
-        input, residual = input.to(dtype), residual.to(dtype)
-    params = {p.dtype for p in (weight, bias) if p is not None}
-    if params != {input.dtype}:
-        dtype = reference.compute_dtype(input)
-        weight = None if weight is None else weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    return input, residual, weight, bias, rng_state
 
 
 def _overridden(function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:

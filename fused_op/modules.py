@@ -41,12 +41,21 @@ class _Extras:
             if value != getattr(_Extras, name):
                 object.__setattr__(self, name, value)
 
+    def _options(self: Any) -> dict[str, Any]:
+        """The keyword arguments of every function."""
+        return {
+            "normalized_shape": self.normalized_shape,
+            "zero_centered": self.zero_centered,
+            "dropout_p": self.dropout_p,
+            "training": self.training,
+            "out_dtype": self.out_dtype,
+        }
+
     def _extras_repr(self) -> str:
         """Whatever is not the default."""
-        names = [name for name in _Extras.__annotations__]
         return "".join(
             f", {name}={getattr(self, name)}"
-            for name in names
+            for name in _Extras.__annotations__
             if getattr(self, name) != getattr(_Extras, name)
         )
 
@@ -120,12 +129,8 @@ class FusedLayerNorm(_Extras, nn.LayerNorm):
             return output
         return fused_layer_norm(
             *(input, self.weight, self.bias, self.eps),
-            normalized_shape=self.normalized_shape,
-            zero_centered=self.zero_centered,
-            dropout_p=self.dropout_p,
-            training=self.training,
-            out_dtype=self.out_dtype,
             memory_efficient=self.memory_efficient,
+            **self._options(),
         )
 
 
@@ -195,30 +200,20 @@ class FusedRMSNorm(_Extras, nn.RMSNorm):
             return output
         return fused_rms_norm(
             *(x, self.weight, self.eps),
-            normalized_shape=self.normalized_shape,
-            zero_centered=self.zero_centered,
-            dropout_p=self.dropout_p,
-            training=self.training,
-            out_dtype=self.out_dtype,
             memory_efficient=self.memory_efficient,
+            **self._options(),
         )
 
 
 class FusedAddLayerNorm(FusedLayerNorm):
     """:class:`FusedLayerNorm` of ``input + residual``, by :func:`fused_op.fused_add_layer_norm`.
 
+    The arguments are those of :class:`FusedLayerNorm`, but for these:
+
     Args:
-        normalized_shape: as :class:`FusedLayerNorm` has it.
-        eps: as :class:`FusedLayerNorm` has it.
-        elementwise_affine: as :class:`FusedLayerNorm` has it.
-        bias: as :class:`FusedLayerNorm` has it.
-        device: as :class:`FusedLayerNorm` has it.
-        dtype: as :class:`FusedLayerNorm` has it.
-        zero_centered: as :class:`FusedLayerNorm` has it.
         dropout_p: of the input, before the addition, while the module is in training mode.
-        residual_dtype: of the sum; default: that of the residual.
-        out_dtype: of the output; default: that of the input.
-        fuse_wgrad_accumulation: as :class:`FusedLayerNorm` has it.
+        residual_dtype: of the sum; default: that of the residual. It takes the place of
+            ``memory_efficient``.
 
     Shape:
         Two tensors ``[..., *normalized_shape]`` of one shape to two of the same.
@@ -259,29 +254,20 @@ class FusedAddLayerNorm(FusedLayerNorm):
             return outputs
         return fused_add_layer_norm(
             *(input, residual, self.weight, self.bias, self.eps),
-            normalized_shape=self.normalized_shape,
-            zero_centered=self.zero_centered,
-            dropout_p=self.dropout_p,
-            training=self.training,
             residual_dtype=self.residual_dtype,
-            out_dtype=self.out_dtype,
+            **self._options(),
         )
 
 
 class FusedAddRMSNorm(FusedRMSNorm):
     """:class:`FusedRMSNorm` of ``input + residual``, by :func:`fused_op.fused_add_rms_norm`.
 
+    The arguments are those of :class:`FusedRMSNorm`, but for these:
+
     Args:
-        normalized_shape: as :class:`FusedRMSNorm` has it.
-        eps: as :class:`FusedRMSNorm` has it.
-        elementwise_affine: as :class:`FusedRMSNorm` has it.
-        device: as :class:`FusedRMSNorm` has it.
-        dtype: as :class:`FusedRMSNorm` has it.
-        zero_centered: as :class:`FusedRMSNorm` has it.
         dropout_p: of the input, before the addition, while the module is in training mode.
-        residual_dtype: of the sum; default: that of the residual.
-        out_dtype: of the output; default: that of the input.
-        fuse_wgrad_accumulation: as :class:`FusedLayerNorm` has it.
+        residual_dtype: of the sum; default: that of the residual. It takes the place of
+            ``memory_efficient``.
 
     Shape:
         Two tensors ``[..., *normalized_shape]`` of one shape to two of the same.
@@ -321,10 +307,6 @@ class FusedAddRMSNorm(FusedRMSNorm):
             return outputs
         return fused_add_rms_norm(
             *(input, residual, self.weight, self.eps),
-            normalized_shape=self.normalized_shape,
-            zero_centered=self.zero_centered,
-            dropout_p=self.dropout_p,
-            training=self.training,
             residual_dtype=self.residual_dtype,
-            out_dtype=self.out_dtype,
+            **self._options(),
         )

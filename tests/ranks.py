@@ -10,6 +10,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed
 import torch.multiprocessing
@@ -71,6 +72,20 @@ class Ranks:
         ]
         for process in self.processes:
             process.start()
+
+
+def ranks_fixture(size: int) -> Any:
+    """A fixture ``ranks_<size>``: processes on the CPU, and on as many GPUs where there are."""
+
+    @pytest.fixture(scope="module", params=["cpu", "cuda"], name=f"ranks_{size}")
+    def fixture(request):
+        if request.param == "cuda" and torch.cuda.device_count() < size:
+            pytest.skip(f"needs {size} GPUs")
+        ranks = Ranks(request.param, size)
+        yield ranks
+        ranks.stop()
+
+    return fixture
 
 
 def _serve(pipe: Any, device: str, rank: int, size: int, meeting: str) -> None:

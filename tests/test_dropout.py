@@ -136,7 +136,7 @@ def test_checkpointing_keeps_the_mask(device, reentrant):
 def test_derivatives_keep_the_mask(device, monkeypatch):
     """Second derivatives, forward mode, and vmap with one mask for all."""
     state = torch.tensor([9, 4])
-    monkeypatch.setattr(fused_op.functional, "_dropout_state", lambda input: state)
+    monkeypatch.setattr(fused_op.functional, "dropout_state", lambda input: state)
     x = torch.randn(3, 6, dtype=F64, device=device, requires_grad=True)
     r = torch.randn(3, 6, dtype=F64, device=device, requires_grad=True)
     w = torch.randn(6, dtype=F64, device=device, requires_grad=True)

@@ -95,11 +95,11 @@ def test_frozen_parameters_are_left_alone(device):
     run(module, rows(FusedLayerNorm, (5, 64), F32, device))
     assert (module.weight.main_grad != 0.5).all() and (module.bias.main_grad == 0.5).all()
     assert module.bias.grad_added_to_main_grad is False
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-    (x,) = rows(FusedLayerNorm, (5, 64), F32, device)
-    run(module, [x])
-    assert x.grad.any()
+    for dtype in (F32, BF16, torch.float64):
+        frozen = made(FusedLayerNorm, 64, dtype, device).requires_grad_(False)
+        (x,) = rows(FusedLayerNorm, (5, 64), dtype, device)
+        run(frozen, [x])
+        assert x.grad.any() and all((p.main_grad == 0.5).all() for p in frozen.parameters())
 
 
 def test_dropout_and_zero_centered(device):

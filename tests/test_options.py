@@ -49,7 +49,7 @@ class Drawn:
     def __init__(self, monkeypatch, device, on_device):
         where = device if on_device else "cpu"
         self.state = torch.randint(2**62, (2,), device=where, generator=generator(where, "state"))
-        monkeypatch.setattr(fused_op.functional, "_dropout_state", lambda input: self.state)
+        monkeypatch.setattr(fused_op.functional, "dropout_state", lambda input: self.state)
 
 
 def check(name, actual, truth, scale, dtype, terms, p):

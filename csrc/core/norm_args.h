@@ -16,6 +16,9 @@ FUSED_OP_HD constexpr int size_of(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }
 
+// The longest rows that the GPU reads at two strides.
+constexpr int kMaxSplitBytes = 512;
+
 // Rows to read. A null `data` means the argument is absent.
 struct ConstRows {
   const void* data = nullptr;
@@ -36,7 +39,6 @@ struct Rows {
 // Statistics are f32 (f64 for f64). On the GPU, parameters and what is written begin at a multiple
 // of 16 bytes. Rows to read begin at any multiple of the element size; split ones on the GPU are
 // whole vectors of 16 bytes, no longer than kMaxSplitBytes, and have no residual.
-constexpr int kMaxSplitBytes = 512;
 struct NormForwardArgs {
   NormKind kind = NormKind::kLayerNorm;
   DType dtype = DType::kFloat32;        // of what is normalised: the input, or the sum

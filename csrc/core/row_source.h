@@ -9,8 +9,9 @@
 
 namespace fused_op {
 
-// A row that may be at two strides, and one that on the GPU is not: only SplitRows is there, since
-// deciding it at run time costs each call 0.1 us, and backward up to 5 % (H200).
+// A row that may be at two strides, and one that on the GPU is not: there, SplitRows has kernels of
+// its own. Deciding it in all of them took 64x1024 from 1.93 to 2.07 us, and backward of
+// 131072x1024 from 0.95 to 0.90 of the limit (bf16, H200).
 template <typename T>
 FUSED_OP_HD const T* split_row_of(const ConstRows& rows, std::int64_t row) {
   return static_cast<const T*>(rows.data) + rows.split.offset(row, rows.stride);

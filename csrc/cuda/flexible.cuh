@@ -81,7 +81,7 @@ __device__ __forceinline__ RawPack<N, A> load_raw(const AnyRow& row, Col col, Co
   if constexpr (sizeof(pack) > kVectorBytes) {
     load_if(whole && size_of(row.dtype) == sizeof(A), from + kVectorBytes, pack.words + 4);
   }
-  if (!whole && col < width) [[unlikely]] {
+  if (!whole && col < width) {
     load_elements(from, row.dtype, static_cast<int>(min(width - col, Col{N})), pack);
   }
   return pack;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void store_values(const AnyRow& row, Col col, Col wid
   }
   char* const bytes = row.at(col);
   const RawPack<N, A> raw = from_values(values, row.dtype);
-  if (row.aligned && col + N <= width) [[likely]] {
+  if (row.aligned && col + N <= width) {
     *reinterpret_cast<uint4*>(bytes) = *reinterpret_cast<const uint4*>(raw.words);
     if constexpr (sizeof(raw) > kVectorBytes) {
       if (size_of(row.dtype) == sizeof(A)) {
@@ -196,8 +196,7 @@ __device__ __forceinline__ Pack<typename ParameterOf<W>::type, N> parameters_of(
     }
     P values[N];
     to_values(raw, dtype, values);
-    if (parameters == nullptr || col + N > width)
-        [[unlikely]] {  // the block goes on behind the last column
+    if (parameters == nullptr || col + N > width) {  // the block goes on behind the last column
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         values[j] = parameters == nullptr ? static_cast<P>(absent)
@@ -229,7 +228,7 @@ template <typename A>
 struct Flexible {
   using Element = A;
   static constexpr bool kFlexible = true;
-  static constexpr bool kSplit = true;  // maybe
+  static constexpr bool kSplit = true;  // where the rows say so
   static constexpr int kElements = sizeof(A) == 4 ? 8 : 2;
   static constexpr int kGradStreams = 3;
   static constexpr bool kDrops = false;  // decided at run time

@@ -22,8 +22,7 @@ template <typename T, typename Function>
 auto with_access(std::int64_t cols, std::initializer_list<ConstRows> rows, Function&& function) {
   bool whole = cols % kVector<T> == 0;
   for (const ConstRows& each : rows) {
-    whole = whole && vector_aligned(each.data) && each.stride % kVector<T> == 0 &&
-            each.split.outer_stride % kVector<T> == 0;
+    whole = whole && vector_aligned(each.data) && each.stride % kVector<T> == 0;
   }
   return whole ? function.template operator()<VectorAccess>()
                : function.template operator()<ShiftedAccess>();
@@ -103,8 +102,7 @@ bool in_spread(const NormForwardArgs& args, std::int64_t vectors) {
 template <typename T>
 bool is_flat(const NormForwardArgs& args) {
   return args.residual.data == nullptr && args.cols < kVector<T> &&
-         args.input.stride == args.cols && args.input.split.inner == 0 &&
-         vector_aligned(args.input.data);
+         args.input.stride == args.cols && vector_aligned(args.input.data);
 }
 
 template <typename T, typename Function>
@@ -135,28 +133,24 @@ void launch_rows(const NormForwardArgs& args, cudaStream_t stream) {
     const auto grid = static_cast<unsigned>(ceil_div(args.rows, threads / row_threads));
     norm_forward_kernel<W, Norm, Source, Access, Tile><<<grid, threads, 0, stream>>>(args);
   };
-  if constexpr (Source::kSplit && !Source::kFlexible) {
+  constexpr bool kShort = Source::kSplit && !Source::kFlexible;  // at most kMaxSplitBytes
+  if constexpr (kShort) {
     with_short_forward_tile(vectors, launch);
-    return;
-  } else {
+  } else if (vectors > (Source::kFlexible ? kMaxFlexibleVectors : kMaxForwardVectors)) {
     if constexpr (!Source::kFlexible) {
-      if (vectors > kMaxForwardVectors && in_cluster<Norm>(args, vectors, device_info())) {
+      if (in_cluster<Norm>(args, vectors, device_info())) {
         static AttributeOnce large;
         launch_clusters(norm_forward_kernel<W, Norm, Source, Access, ClusterTile>, large, args,
                         vectors, device_info(), stream);
         return;
       }
     }
-    if (vectors > (Source::kFlexible ? kMaxFlexibleVectors : kMaxForwardVectors)) {
-      norm_forward_streamed_kernel<W, Norm, Source, Access>
-          <<<static_cast<unsigned>(args.rows), kMaxRowThreads, 0, stream>>>(args);
-      return;
-    }
-    if constexpr (Source::kFlexible) {
-      with_flexible_tile(vectors, launch);
-    } else {
-      with_forward_tile(vectors, launch);
-    }
+    norm_forward_streamed_kernel<W, Norm, Source, Access>
+        <<<static_cast<unsigned>(args.rows), kMaxRowThreads, 0, stream>>>(args);
+  } else if constexpr (Source::kFlexible) {
+    with_flexible_tile(vectors, launch);
+  } else {
+    with_forward_tile(vectors, launch);
   }
 }
 
@@ -342,11 +336,10 @@ cudaError_t launch_backward(const NormBackwardArgs& args, cudaStream_t stream) {
                                 bytes(args.grad_output.stride, args.grad_output.dtype),
                                 bytes(args.grad_sum.stride, args.grad_sum.dtype)},
                                bytes(args.cols, args.dtype),
-                               args.x.split.inner != 0 || args.grad_output.split.inner != 0 ||
-                                   args.grad_sum.split.inner != 0};
+                               args.x.split.inner != 0 || args.grad_output.split.inner != 0};
           kernel<<<static_cast<unsigned>(plan.parts), block, plan.shared_bytes, stream>>>(
               args, steps, partials);
-        } else {
+        } else if constexpr (Source::kFlexible || !Source::kSplit) {  // those are short
           const auto slabs = static_cast<unsigned>(
               ceil_div(ceil_div(args.cols, Source::kElements), kColumnThreads));
           norm_backward_row_sums_kernel<W, Norm, Source, Access>

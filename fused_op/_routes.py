@@ -1,0 +1,123 @@
+"""What the routes of ``functional.py`` share: a call as one value, the ways past the kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fused_op_cuda
+
+from . import reference
+from ._disabled import open_blocks
+from .reference import Norm
+
+# input, residual, weight, bias, rng_state
+Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class Call(NamedTuple):
+    """What a call is beside its tensors; what the forward op takes comes first, in its order."""
+
+    norm: Norm
+    normalized_ndim: int  # 0 stands for the default of normalized_shape
+    eps: float
+    zero_centered: bool = False
+    dropout_p: float = 0.0
+    output_dtype: torch.dtype | None = None
+    sum_dtype: torch.dtype | None = None
+    memory_efficient: bool = False
+    main_grad: bool = False  # add the parameters' gradients to their main_grad
+
+
+def op_options(call: Call) -> tuple[Any, ...]:
+    """What the forward op takes behind the tensors; dynamo of PyTorch 2.7 cannot slice a call."""
+    return (
+        *(call.normalized_ndim, call.eps, call.zero_centered, call.dropout_p),
+        *(call.output_dtype, call.sum_dtype),
+    )
+
+
+def is_transformed() -> bool:
+    """Is torch.func or forward-mode AD on, in or around code that is being compiled?
+
+    There both look past an autograd.Function at the op in it, which has no derivative of its own:
+    gradients would be zeros, without an error.
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def raw_forward() -> Any:
+    """The forward op without autograd: dynamo can only trace the one of the dispatcher."""
+    if open_blocks or (is_compiling() and is_transformed()):
+        return _composite_forward
+    if is_compiling():
+        return torch.ops.fused_op.norm_forward.default
+    return fused_op_cuda.norm_forward
+
+
+def dropout_state(input: Tensor) -> Tensor:
+    """Seed and offset of one mask, from the generator that PyTorch's own dropout draws from."""
+    if is_compiling():
+        return torch.randint(0, 2**63 - 1, (2,), device=input.device)
+    return fused_op_cuda.dropout_state(input)
+
+
+class _NotPlain(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Changes nothing; but under any mode ``fused_op_cuda.norm`` takes no tensor for plain."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def check_alone(*args: Any) -> int:
+    """``fused_op_cuda.norm`` without its kernel: says what it refuses, and CAST or COMPOSITE."""
+    with _NotPlain():  # type: ignore[no-untyped-call]
+        result = fused_op_cuda.norm(*args)
+    return fused_op_cuda.CAST if result == fused_op_cuda.CAST else fused_op_cuda.COMPOSITE
+
+
+def composite(tensors: Tensors, call: Call) -> Any:
+    """The formula in PyTorch's operations."""
+    input, residual, weight, bias, rng_state = tensors
+    affine = weight if weight is not None else bias
+    ndim = call.normalized_ndim or (1 if affine is None else affine.dim())
+    shape = input.shape[input.dim() - ndim :]
+    output, sum = reference.compute(
+        *(call.norm, input, residual, weight, bias, rng_state, call.eps, shape),
+        *(call.zero_centered, call.dropout_p, call.output_dtype, call.sum_dtype),
+    )
+    return output if residual is None else (output, sum)
+
+
+def _composite_forward(*args: Any) -> tuple[Tensor, Tensor | None, None]:
+    """``norm_forward`` without its kernel, and so without statistics for backward."""
+    norm, input, residual, weight, bias, rng_state, *rest, _ = args
+    if not is_compiling():
+        check_alone(*args[:-1])
+    result = composite((input, residual, weight, bias, rng_state), Call(norm, *rest))
+    return (*result, None) if isinstance(result, tuple) else (result, None, None)
+
+
+def cast(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rng_state: Tensor | None,
+) -> Tensors:
+    """Under autocast, dtypes that do not fit together meet in the wider one, and lose nothing."""
+    wider = residual is not None and residual.dtype == torch.float32 and input.dtype.itemsize == 2
+    if residual is not None and not wider:
+        dtype = torch.promote_types(input.dtype, residual.dtype)
+        input, residual = input.to(dtype), residual.to(dtype)
+    params = {p.dtype for p in (weight, bias) if p is not None}
+    if params != {input.dtype}:
+        dtype = reference.compute_dtype(input)
+        weight = None if weight is None else weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    return input, residual, weight, bias, rng_state

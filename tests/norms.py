@@ -158,9 +158,10 @@ class SubclassedParameter(nn.Parameter):
     pass
 
 
-def rows(module_or_cols=COLS, dtype=F32, *batch):
-    shape = (*(batch or (3, 5)), module_or_cols)
-    return torch.randn(shape, generator=generator("cpu", "rows", shape)).to(dtype)
+def rows(cols=COLS, dtype=F32, *batch, device="cpu"):
+    """The same numbers on each device."""
+    shape = (*(batch or (3, 5)), cols)
+    return torch.randn(shape, generator=generator("cpu", "rows", shape)).to(device, dtype)
 
 
 def randomize(model):

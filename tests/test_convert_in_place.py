@@ -33,32 +33,37 @@ from tests.norms import (
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_random_state_hooks_and_mode_are_left_alone():
+def test_random_state_hooks_and_mode_are_left_alone(device):
     calls = []
-    model = nn.Sequential(nn.LayerNorm(COLS), WithDropout(), LlamaNorm()).eval()
+    model = nn.Sequential(nn.LayerNorm(COLS), WithDropout(), LlamaNorm()).to(device).eval()
     for module in model:
         module.register_forward_pre_hook(lambda *_: calls.append("pre"))
         module.register_forward_hook(lambda *_: calls.append("post"))
-    state = torch.get_rng_state()
+    states = random_states(device)
     assert len(convert(model).converted) == 2
-    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, random_states(device), states))
     assert not calls and not any(m.training for m in model.modules())
     assert all(p.grad is None for p in model.parameters())
-    model(rows())
+    model(rows(device=device))
     assert calls == ["pre", "post"] * 3
 
 
-def test_proof_is_outside_of_autocast_and_inside_of_no_grad():
-    model = nn.Sequential(nn.LayerNorm(COLS), LlamaNorm())
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+def random_states(device):
+    states = [torch.get_rng_state()]
+    return states if device == "cpu" else [*states, torch.cuda.get_rng_state(device)]
+
+
+def test_proof_is_outside_of_autocast_and_inside_of_no_grad(device):
+    model = nn.Sequential(nn.LayerNorm(COLS), LlamaNorm()).to(device)
+    with torch.autocast(device, torch.bfloat16), torch.no_grad():
         assert len(convert(model).converted) == 2
 
 
-def test_optimizer_goes_on():
-    model = nn.Sequential(nn.Linear(COLS, COLS), LlamaNorm(), nn.LayerNorm(COLS))
+def test_optimizer_goes_on(device):
+    model = nn.Sequential(nn.Linear(COLS, COLS), LlamaNorm(), nn.LayerNorm(COLS)).to(device)
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(2):
-        model(rows()).square().sum().backward()
+        model(rows(device=device)).square().sum().backward()
         optimizer.step()
         convert(model)
     assert all(int(s["step"]) == 2 for s in optimizer.state.values())
@@ -99,9 +104,9 @@ def test_norms_that_were_fused_before_stay_so():
 @pytest.mark.parametrize(
     "make", [lambda: nn.LayerNorm(8), LlamaNorm, ShapedRmsNorm, ZeroCentredNorm]
 )
-def test_copies_are_converted_and_reverted(make, copied):
-    module = randomize(make())
-    original, x = type(module), rows(module.state_dict()["weight"].numel())
+def test_copies_are_converted_and_reverted(make, copied, device):
+    module = randomize(make()).to(device)
+    original, x = type(module), rows(module.state_dict()["weight"].numel(), device=device)
     before = module(x)
     convert(module)
     clone = copied(module)
@@ -144,8 +149,8 @@ def test_fused_class_is_made_once():
 
 
 @pytest.mark.parametrize("make", [LlamaNorm, RowsNorm, ZeroCentredNorm])
-def test_compiles_without_a_graph_break(make):
-    module, x = make(COLS), rows()
+def test_compiles_without_a_graph_break(make, device):
+    module, x = make(COLS).to(device), rows(device=device)
     convert(module)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), module(x))

@@ -71,8 +71,8 @@ from tests.ops import BF16, F16, F32, F64
         (lambda: ZeroCentredNorm(), None),
     ],
 )
-def test_norm_changes_its_class_and_nothing_else(make, fused, dtype):
-    module = randomize(make()).to(dtype)
+def test_norm_changes_its_class_and_nothing_else(make, fused, dtype, device):
+    module = randomize(make()).to(device, dtype)
     if dtype is F64 and isinstance(module, LlamaNorm):
         pytest.skip("computes in float32: refused, below")
     original, kept = type(module), dict(module.__dict__)
@@ -91,12 +91,12 @@ def test_norm_changes_its_class_and_nothing_else(make, fused, dtype):
 @pytest.mark.parametrize(
     "make", [nn.LayerNorm, nn.RMSNorm, LlamaNorm, BiaslessLayerNorm, ZeroCentredNorm]
 )
-def test_proof_succeeds_at_every_width(make, dtype):
+def test_proof_succeeds_at_every_width(make, dtype, device):
     """A bound that is too tight would refuse some right norms, by chance of their widths."""
     if issubclass(make, LlamaNorm) and dtype is F64:
         pytest.skip("computes in float32")
-    model = nn.Sequential(*(make(cols).to(dtype) for cols in (*range(1, 70, 4), 255, 4096)))
-    assert not convert(model).skipped
+    model = nn.Sequential(*(make(cols) for cols in (*range(1, 70, 4), 255, 4096)))
+    assert not convert(model.to(device, dtype)).skipped
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64], ids=str)
@@ -107,9 +107,9 @@ def test_proof_succeeds_at_every_width(make, dtype):
         *(ZeroCentredNorm, ZeroCentredLayerNorm),
     ],
 )
-def test_fused_class_computes_by_the_kernel(cls, dtype, monkeypatch):
+def test_fused_class_computes_by_the_kernel(cls, dtype, device, monkeypatch):
     """A class of another library becomes a fused one, with the weight, bias and eps it had."""
-    module, x = randomize(cls(COLS)).to(dtype), rows(COLS, dtype)
+    module, x = randomize(cls(COLS)).to(device, dtype), rows(COLS, dtype, device=device)
     if issubclass(cls, LlamaNorm) and dtype is F64:
         pytest.skip("computes in float32")
     if cls is ZeroCentredLayerNorm and dtype in (F16, BF16):
@@ -127,13 +127,13 @@ def test_fused_class_computes_by_the_kernel(cls, dtype, monkeypatch):
     assert torch.equal(module(x), expected)
 
 
-def test_call_that_was_not_proved_takes_the_original_forward():
-    module, gate = randomize(GatedNorm()), rows()
+def test_call_that_was_not_proved_takes_the_original_forward(device):
+    module, x = randomize(GatedNorm()).to(device), rows(device=device)
     original = copy.deepcopy(module)
     assert convert(module).converted
-    x = rows().to(BF16)
-    assert module(x).dtype == F32  # as the original, whose weight promotes
-    for args, kwargs in [((x,), {}), ((rows(), gate), {}), ((), {"hidden_states": rows()})]:
+    half = x.to(BF16)
+    assert module(half).dtype == F32  # as the original, whose weight promotes
+    for args, kwargs in [((half,), {}), ((x, x), {}), ((), {"hidden_states": x})]:
         assert torch.equal(module(*args, **kwargs), original(*args, **kwargs))
 
 
@@ -232,9 +232,9 @@ def subclass_weight():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_and_left_as_it_was(case):
+def test_refused_and_left_as_it_was(case, device):
     make, reason = REFUSED[case]
-    module = make()
+    module = make() if case == "meta" else make().to(device)
     before, kept = type(module), dict(module.__dict__)
     parameters = {n: p._version for n, p in module.named_parameters()}
     report = convert(module)

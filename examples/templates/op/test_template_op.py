@@ -70,6 +70,28 @@ def test_other_stream(device):
     assert torch.all(y == 4)
 
 
+def test_other_device(device):
+    """Catches a launch on the current device, which need not be that of the tensors."""
+    if device == "cpu" or torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = torch.randn(7, 33, device="cuda:1", requires_grad=True)
+    y = template_op(x, 2.0)
+    y.sum().backward()
+    assert torch.equal(y, reference(x, 2.0)) and torch.all(x.grad == 2)
+
+
+def test_more_elements_than_32_bits_count(device):
+    """Catches an index of 32 bits: it wraps around, and the last elements are never reached."""
+    if device == "cpu" or torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB of free GPU memory")
+    x = torch.zeros((1 << 32) + 3, device=device, dtype=torch.float16)
+    x[-3:] = 3
+    y = template_op(x, 2.0)
+    assert y[-3:].tolist() == [6, 6, 6] and not y[:3].any()
+    (dx,) = torch.autograd.grad(template_op(x.requires_grad_(), 2.0), x, x.detach())
+    assert dx[-3:].tolist() == [6, 6, 6] and not dx[:3].any()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -53,7 +53,8 @@ def adapt(app: Sphinx, page: str, source: list[str]) -> None:
 def contents(front_page: str) -> Iterator[str]:
     """A table of contents of the front page's links, a part for each heading."""
     for title, text in re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", front_page, re.M):
-        pages = "\n".join(re.findall(r"^- \[.*?\]\(([^)#]+)\.md\)", text, re.M))
+        links = re.findall(r"^- \[(.*?)\]\(([^)#]+)\.md\)", text, re.M)
+        pages = "\n".join(f"{name} <{page}>" for name, page in links)
         yield f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{pages}\n```\n"
 
 

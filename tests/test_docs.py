@@ -182,6 +182,15 @@ def test_errors_are_quoted_as_they_are_printed(source: str) -> None:
         assert sentence.strip() in page, sentence
 
 
+def test_reading_order_is_whole() -> None:
+    """Catches a source file that is in no reading order: the README's or that of the kernels."""
+    told = (ROOT / "README.md").read_text() + (ROOT / "csrc/cuda/fused_op_kernel.cuh").read_text()
+    files = [*ROOT.glob("fused_op/*.py"), *(file for file in ROOT.glob("csrc/**/*.*"))]
+    # A header is told of with the file that it declares; launch_*.cu are one line each.
+    untold = {f.name for f in files if not re.search(rf"\b{f.stem}\.(py|cpp|h|cu|cuh)\b", told)}
+    assert {n for n in untold if not re.match(r"launch_\w+\.cu$", n)} == {"__init__.py"}
+
+
 def test_citation_has_the_version_of_the_package() -> None:
     """Catches a release that raises the version in pyproject.toml alone."""
     (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)

@@ -109,12 +109,10 @@ def losses(result: dict[str, Any]) -> str:
             ours = row["peers"].get(OURS, {}).get(mode, {}).get("us")
             peer = best_peer(row, lambda figures, mode=mode: _slowest_likely(figures, mode), True)
             if ours is None:
-                lines.append(f"| {_problem(row)} | {mode} | not measured | |")
+                lines.append(f"| {problem(row)} | {mode} | not measured | |")
             elif peer is not None and peer[1] < ours:
                 us = row["peers"][peer[0]][mode]["us"]
-                lines.append(
-                    f"| {_problem(row)} | {mode} | {ours:.2f} µs | {us:.2f} µs {peer[0]} |"
-                )
+                lines.append(f"| {problem(row)} | {mode} | {ours:.2f} µs | {us:.2f} µs {peer[0]} |")
     if not lines:
         return (
             f"At none of the {len(result['rows'])} measured shapes is a peer of the same run "
@@ -129,7 +127,7 @@ def _slowest_likely(peer: dict[str, Any], mode: str) -> float | None:
     return figures["us"] * (1 + figures["spread"]) if "us" in figures else None
 
 
-def _problem(row: dict[str, Any]) -> str:
+def problem(row: dict[str, Any]) -> str:
     return f"{row['op']} {SHORT[row['dtype']]} {row['rows']} x {row['cols']}"
 
 

@@ -127,6 +127,33 @@ def test_other_stream(device):
     assert torch.equal(output, expected)
 
 
+def test_other_device(device):
+    """Catches a launch on the current device, which need not be that of the tensors."""
+    if device == "cpu" or torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    inputs = make((2, 3, 40, 3), torch.float64, "cuda:1")
+    output = convrnn_forward(*inputs)
+    expected = reference(*inputs)
+    torch.testing.assert_close(output, expected)
+    grads = torch.autograd.grad(output.sum(), inputs)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected.sum(), inputs))
+
+
+def test_more_elements_than_32_bits_count(device):
+    """Catches an index of 32 bits: it wraps around, and the last elements are never reached."""
+    if device == "cpu" or torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB of free GPU memory")
+    x = torch.zeros(4097, 1024, 1024, device=device, dtype=torch.float16)
+    x[-1] = 1
+    kernel, hidden = x.new_zeros(1, 1, 3), x.new_zeros(4097, 1024)
+    output = convrnn_forward(x, kernel, hidden)
+    assert torch.all(output[-1] == output[-1, 0, 0]) and output[-1, 0, 0] > 0
+    assert not output[0].any()
+    grad_x, _, _ = torch.ops.convrnn.backward(x, output, kernel, hidden)
+    assert torch.all(grad_x[-1] == grad_x[-1, 0, 0]) and grad_x[-1, 0, 0] > 0
+    assert not grad_x[0].any()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -105,6 +105,28 @@ def test_other_stream(device):
     assert y == 2 * x.numel()
 
 
+def test_other_device(device):
+    """Catches a launch on the current device, which need not be that of the tensors."""
+    if device == "cpu" or torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = torch.ones(3, 3000, device="cuda:1", requires_grad=True)
+    sums = reduce_sum(x, -1)
+    sums.sum().backward()
+    assert torch.all(sums == 3000) and torch.all(x.grad == 1)
+
+
+def test_more_elements_than_32_bits_count(device):
+    """Catches an index of 32 bits: it wraps around, and the last elements are never reached."""
+    if device == "cpu" or torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB of free GPU memory")
+    x = torch.zeros((1 << 22) + 1, 1024, device=device, dtype=torch.float16)
+    x[-1] = 1
+    sums = reduce_sum(x, -1)
+    assert sums[-1] == 1024 and not sums[:-1].any()
+    assert reduce_sum(x) == 1024
+    assert reduce_sum(x.view(1, -1), -1) == 1024
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

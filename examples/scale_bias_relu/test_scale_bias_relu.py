@@ -132,6 +132,18 @@ def test_other_device(device):
     assert bias.grad.device == torch.device("cuda:1")
 
 
+def test_more_elements_than_32_bits_count(device):
+    """Catches an index of 32 bits: it wraps around, and the last elements are never reached."""
+    if device == "cpu" or torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB of free GPU memory")
+    x = torch.zeros((1 << 22) + 1, 1024, device=device, dtype=torch.float16)
+    x[-1] = 1
+    y = fused_op_forward(x, None, 2.0)
+    assert torch.all(y[-1] == 2) and not y[0].any()
+    dx, dbias = scale_bias_relu_ext.backward(x, y, 3.0, True, True)
+    assert torch.all(dx[-1] == 3) and not dx[0].any() and torch.all(dbias == 1)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -43,6 +43,41 @@ def test_views(op, device):
     assert torch.equal(op(torch._neg_view(x)), op(x))
 
 
+def test_other_stream(op, device):
+    """Catches a launch on the default stream, which would not wait for the work before it."""
+    if device == "cpu":
+        pytest.skip("streams are of CUDA")
+    x = torch.ones(1 << 24, device=device)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        y = op(x.add_(1))
+    stream.synchronize()
+    assert torch.all(y == 4)
+
+
+def test_other_device(op, device):
+    """Catches a launch on the current device, which need not be that of the tensors."""
+    if device == "cpu" or torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = torch.randn(7, 33, device="cuda:1", requires_grad=True)
+    y = op(x)
+    y.sum().backward()
+    assert torch.equal(y, x * x) and torch.equal(x.grad, 2 * x)
+
+
+def test_more_elements_than_32_bits_count(op, device):
+    """Catches an index of 32 bits: it wraps around, and the last elements are never reached."""
+    if device == "cpu" or torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB of free GPU memory")
+    x = torch.zeros((1 << 32) + 3, device=device, dtype=torch.float16)
+    x[-3:] = 3
+    assert op(x)[-3:].tolist() == [9, 9, 9]
+    (dx,) = torch.autograd.grad(op(x.requires_grad_()), x, x.detach())
+    assert dx[-3:].tolist() == [18, 18, 18] and not dx[:3].any()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -28,7 +28,8 @@ def test_forward_and_gradient(device, dtype, shape):
     double = input.detach().double().requires_grad_()
     expected = reference(double, 1.5)
     (expected_grad,) = torch.autograd.grad(expected, double, grad_output.double())
-    # YOUR OP: one rounding to dtype is eps / 2; sums need more, in proportion to their length.
+    # YOUR OP: one rounding to dtype is eps / 2. A longer formula needs some more in float32 and
+    # float64, which it is computed in; a sum in proportion to its length.
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(output.double(), expected, rtol=eps, atol=eps)
     torch.testing.assert_close(grad.double(), expected_grad, rtol=eps, atol=eps)
@@ -67,7 +68,32 @@ def test_other_stream(device):
         torch.cuda._sleep(100_000_000)
         y = template_op(x.add_(1), 2.0)
     stream.synchronize()
-    assert torch.all(y == 4)
+    torch.testing.assert_close(y, reference(torch.full_like(x, 2), 2.0))
+
+
+def test_other_device(device):
+    """Catches a launch on the current device, which need not be that of the tensors."""
+    if device == "cpu" or torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = torch.randn(7, 33, device="cuda:1", requires_grad=True)
+    y, expected = template_op(x, 2.0), reference(x, 2.0)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(each.sum(), x) for each in (y, expected)))
+
+
+def test_more_elements_than_32_bits_count(device):
+    """Catches an index of 32 bits: it wraps around, and the last elements are never reached."""
+    if device == "cpu" or torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB of free GPU memory")
+    x = torch.zeros((1 << 32) + 3, device=device, dtype=torch.float16)
+    x[-3:] = 3
+    y = template_op(x.requires_grad_(), 2.0)
+    (dx,) = torch.autograd.grad(y, x, x.detach())
+    for part in (slice(3), slice(-3, None)):
+        few = x.detach()[part].requires_grad_()
+        expected = reference(few, 2.0)
+        torch.testing.assert_close(y[part], expected)
+        torch.testing.assert_close(dx[part], torch.autograd.grad(expected, few, few.detach())[0])
 
 
 @pytest.mark.parametrize(

@@ -115,9 +115,8 @@ def calls(draw) -> Call:
     cols = draw(width)
     ndim = draw(st.integers(1, 2))
     shape = (*leading, cols) if ndim == 1 else (*leading, draw(st.integers(1, 4)), cols)
-    present = tuple(
-        n for n in op.inputs if n not in (absent := draw(st.sampled_from(subsets(op.parameters))))
-    )
+    absent = draw(st.sampled_from(subsets(op.parameters)))
+    present = tuple(name for name in op.inputs if name not in absent)
     tensors = 2 * (1 + op.adds)
     layouts = st.sampled_from([f.__name__ for f in LAYOUTS])
     return Call(

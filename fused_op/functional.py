@@ -510,7 +510,9 @@ def _norm(
         op = op_name(norm, residual)
         check_bools(op, zero_centered=zero_centered, training=training)
     rng_state = None
-    if dropout_p != 0.0 or output_dtype or sum_dtype or memory_efficient:
+    is_usual = type(dropout_p) is float and dropout_p == 0.0  # a tensor must not be compared
+    is_usual = is_usual and output_dtype is None and sum_dtype is None
+    if not is_usual or memory_efficient is not False:
         op = op_name(norm, residual)
         dropout_p = check_options(op, dropout_p, output_dtype, sum_dtype, memory_efficient)
         if not training:

@@ -52,6 +52,12 @@ fused_op.rms_norm(None, 8)
     TypeError: rms_norm: argument 'input' must be Tensor, not NoneType
 fused_layer_norm(X, dropout_p="p")
     TypeError: fused_layer_norm: argument 'dropout_p' must be float, not str
+fused_layer_norm(X, dropout_p=X)
+    TypeError: fused_layer_norm: argument 'dropout_p' must be float, not Tensor
+fused_layer_norm(X, out_dtype=X)
+    TypeError: fused_layer_norm: argument 'out_dtype' must be torch.dtype, not Tensor
+fused_layer_norm(X, memory_efficient=X)
+    TypeError: fused_layer_norm: argument 'memory_efficient' must be bool, not Tensor
 fused_layer_norm(X, W, zero_centered=1)
     TypeError: fused_layer_norm: argument 'zero_centered' must be bool, not int
 fused_op.fused_add_rms_norm(X, X, W, zero_centered=None)

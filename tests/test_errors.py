@@ -57,7 +57,7 @@ fused_layer_norm(X, dropout_p=X)
 fused_layer_norm(X, out_dtype=X)
     TypeError: fused_layer_norm: argument 'out_dtype' must be torch.dtype, not Tensor
 fused_layer_norm(X, memory_efficient=X)
-    TypeError: fused_layer_norm: argument 'memory_efficient' must be bool, not Tensor
+    TypeError: fused_layer_norm: argument 'memory_efficient' must be bool, not torch.Tensor
 fused_layer_norm(X, W, zero_centered=1)
     TypeError: fused_layer_norm: argument 'zero_centered' must be bool, not int
 fused_op.fused_add_rms_norm(X, X, W, zero_centered=None)

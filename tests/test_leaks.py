@@ -18,7 +18,7 @@ from tests.case import make_case
 from tests.ops import BF16, F32, Pair
 from tests.test_cuda_graphs import capture
 
-CALLS = int(os.environ.get("FUSED_OP_LEAK_CALLS", 2000))
+CALLS = int(os.environ.get("FUSED_OP_LEAK_CALLS", 1000))
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 

@@ -35,7 +35,7 @@ from tests.test_views import (
 
 EXAMPLES = os.environ.get("FUSED_OP_EXAMPLES")
 SETTINGS = settings(
-    max_examples=int(EXAMPLES or 300),
+    max_examples=int(EXAMPLES or 200),
     derandomize=EXAMPLES is None,
     database=None,
     deadline=None,

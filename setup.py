@@ -6,6 +6,7 @@ Environment variables:
     TORCH_CUDA_ARCH_LIST  GPUs to build for, e.g. "8.0;9.0+PTX" (GPU_TARGETS is a synonym)
     MAX_JOBS              parallel compilations
     DEBUG=1               unoptimised, with symbols, for gdb and cuda-gdb (slow, and kernels spill)
+    SANITIZE=1            with AddressSanitizer and UndefinedBehaviorSanitizer, for .ci/sanitize
     FUSED_OP_STRICT=1     warnings are errors; for TORCH_CUDA_ARCH_LIST=9.0 so is a register spill
 
 After `pip install -e .`, `python setup.py build_ext --inplace` compiles again what has changed.
@@ -28,7 +29,9 @@ from build_backend import find_cuda_home
 
 DEFAULT_ARCHS = ["7.5", "8.0", "9.0", "10.0", "12.0"]  # 8.6 and 8.9 run the code of 8.0
 DEBUG = os.environ.get("DEBUG", "0") not in ("", "0")
+SANITIZE = os.environ.get("SANITIZE", "0") not in ("", "0")
 STRICT = os.environ.get("FUSED_OP_STRICT", "0") not in ("", "0")
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
 
 def nvcc(cuda_home: Path, option: str) -> str:
@@ -120,6 +123,9 @@ def compile_flags(archs: str) -> dict[str, list[str]]:
     """What g++ and nvcc get on top of torch's own flags."""
     cxx = ["-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra"]
     cxx += ["-O0", "-g", "-UNDEBUG"] if DEBUG else ["-O3", "-g0"]
+    if SANITIZE:
+        cxx += ["-Wno-maybe-uninitialized"]  # g++'s own false alarm, which this mode is known for
+        cxx += [*SANITIZERS, "-O1", "-g", "-fno-omit-frame-pointer"]
     if torch.backends.openmp.is_available():
         # For at::parallel_for. Not a link flag: the OpenMP runtime has to be the one of torch.
         cxx += ["-fopenmp"]
@@ -171,7 +177,7 @@ def extension() -> Extension:
         extra_compile_args=compile_flags(archs),
         # Where the compiler links libstdc++ statically, its symbols stay inside the module: mixed
         # with torch's, the first number printed into an error message would crash.
-        extra_link_args=["-Wl,--exclude-libs,ALL"],
+        extra_link_args=["-Wl,--exclude-libs,ALL", *(SANITIZERS if SANITIZE else [])],
     )
     # A directory that is both -I and -isystem counts as the latter: torch's headers do not warn.
     ext.extra_compile_args["cxx"] += [f"-isystem{path}" for path in ext.include_dirs]

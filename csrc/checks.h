@@ -183,6 +183,25 @@ inline void check_dropout(const char* op, double p, const std::optional<at::Tens
       input.device());
 }
 
+// Kernels, and PyTorch's own copies before them, read what they get. The GPU traps at an address
+// that is no multiple of the element size, and takes the process with it; the CPU reads bytewise.
+inline void check_memory(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.unsafeGetTensorImpl()->storage_initialized(), op, ": the memory of ", name,
+              ", of shape ", tensor.sizes(), ", is not allocated yet, or was freed");
+  if (tensor.is_cuda()) {
+    const std::uintptr_t past = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) %
+                                static_cast<std::uintptr_t>(tensor.element_size());
+    TORCH_CHECK(past == 0, op, ": on a GPU ", name, " must lie at a multiple of its element size, ",
+                tensor.element_size(), " bytes, got an address ", past, " bytes past one");
+  }
+}
+inline void check_memory(const char* op, const char* name,
+                         const std::optional<at::Tensor>& tensor) {
+  if (tensor) {
+    check_memory(op, name, *tensor);
+  }
+}
+
 // Whether input and residual have one gradient.
 inline bool shares_gradient(double dropout_p, at::ScalarType input_dtype,
                             std::optional<at::ScalarType> residual_dtype) {

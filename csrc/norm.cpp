@@ -100,9 +100,6 @@ std::optional<RowLayout> row_layout(const at::Tensor& tensor, const Shape& shape
 }
 
 bool is_aligned(const at::Tensor& tensor, std::uintptr_t bytes) {
-  TORCH_CHECK(tensor.unsafeGetTensorImpl()->storage_initialized(),
-              "fused_op: the memory of a tensor of shape ", tensor.sizes(),
-              " is not allocated yet, or was freed");
   return reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % bytes == 0;
 }
 
@@ -251,6 +248,12 @@ ThreeTensors norm_forward(std::string_view norm, const at::Tensor& input,
     return {output, sum, stats};
   }
 
+  check_memory(op, "input", input);
+  check_memory(op, "residual", residual);
+  check_memory(op, "weight", weight);
+  check_memory(op, "bias", bias);
+  check_memory(op, "rng_state", rng_state);
+
   // These own what the pointers point into until the kernel has been queued.
   const bool in_vectors = dropout_p > 0 && residual && input.scalar_type() == dtype &&
                           is_vector_dropout(to_dtype(dtype), shape.cols);
@@ -369,6 +372,16 @@ FourTensors norm_backward_into(std::string_view norm, const at::Tensor& grad_out
     }
     return results();
   }
+
+  check_memory(op, "grad_output", grad_output);
+  check_memory(op, "grad_sum", grad_sum);
+  check_memory(op, "x", x);
+  check_memory(op, "weight", weight);
+  check_memory(op, "bias", bias);
+  check_memory(op, "stats", stats);
+  check_memory(op, "rng_state", rng_state);
+  check_memory(op, "main_grad of weight", weight_main_grad);
+  check_memory(op, "main_grad of bias", bias_main_grad);
 
   const bool may_be_split = !residual_dtype;
   const auto is_split = [&](const at::Tensor& tensor) {

@@ -126,6 +126,11 @@ inline FourTensors route_norm_backward(std::string_view norm, const at::Tensor& 
                                        double dropout_p, bool x_is_output,
                                        at::ScalarType input_dtype, OptionalDtype residual_dtype,
                                        at::ScalarType param_dtype, std::array<bool, 4> wanted) {
+  // For another layout of a gradient the dispatcher's error would be a list of its own keys.
+  check_dense("fused_op::norm_backward", "grad_output", grad_output);
+  if (grad_sum) {
+    check_dense("fused_op::norm_backward", "grad_sum", *grad_sum);
+  }
   const CallKeys keys(
       {&grad_output, address(grad_sum), &x, address(weight), address(bias), &stats});
   return call(norm_backward, "fused_op::norm_backward", keys, x, norm, grad_output, grad_sum, x,

@@ -10,26 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .reference import compute_dtype
+from .reference import Norm, compute_dtype
 
 
-def rms_eps(input: Tensor, eps: float | None) -> float:
+def op_name(norm: Norm, residual: Any) -> str:
+    """The public function that a user called, as ``op_name`` of ``csrc/checks.h``."""
+    return f"fused_{norm}" if residual is None else f"fused_add_{norm}"
+
+
+def rms_eps(op: str, input: Tensor, eps: float | None) -> float:
     if eps is not None:
         return eps
-    check_tensor("input", input)
+    check_tensor(op, "input", input)
     return torch.finfo(compute_dtype(input)).eps
 
 
-def as_float(name: str, value: Any) -> float:
+def as_float(op: str, name: str, value: Any) -> float:
     is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
     if isinstance(value, Tensor):
         is_number = value.dim() == 0 and not value.requires_grad
     if not is_number:
-        raise TypeError(f"fused_op: argument '{name}' must be float, not {type(value).__name__}")
+        raise TypeError(f"{op}: argument '{name}' must be float, not {type(value).__name__}")
     return float(value)
 
 
-def check_bools(**values: Any) -> None:
+def check_bools(op: str, **values: Any) -> None:
     """As PyTorch has it: neither 0 and 1 nor NumPy's bool are taken for one."""
     for name, value in values.items():
         kind = type(value)
@@ -37,61 +42,61 @@ def check_bools(**values: Any) -> None:
             found = kind.__name__
             if kind.__module__ != "builtins":
                 found = f"{kind.__module__}.{found}"
-            raise TypeError(f"fused_op: argument '{name}' must be bool, not {found}")
+            raise TypeError(f"{op}: argument '{name}' must be bool, not {found}")
 
 
 def check_options(
-    norm: str, dropout_p: Any, output_dtype: Any, sum_dtype: Any, memory_efficient: Any
+    op: str, dropout_p: Any, output_dtype: Any, sum_dtype: Any, memory_efficient: Any
 ) -> float:
     """``dropout_p`` as a float, after a check of what is not usually given."""
-    check_bools(memory_efficient=memory_efficient)
+    check_bools(op, memory_efficient=memory_efficient)
     for name, dtype in (("out_dtype", output_dtype), ("residual_dtype", sum_dtype)):
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(
-                f"fused_op: argument '{name}' must be torch.dtype, not {type(dtype).__name__}"
+                f"{op}: argument '{name}' must be torch.dtype, not {type(dtype).__name__}"
             )
-    p = as_float("dropout_p", dropout_p)
+    p = as_float(op, "dropout_p", dropout_p)
     if not 0 <= p <= 1:  # nor NaN
-        raise ValueError(f"fused_op: dropout probability has to be between 0 and 1, but got {p}")
+        raise ValueError(f"{op}: dropout probability has to be between 0 and 1, but got {p}")
     if memory_efficient and p > 0:
         raise ValueError(
-            f"fused_{norm}: memory_efficient=True keeps the output for backward, and dropout "
+            f"{op}: memory_efficient=True keeps the output for backward, and dropout "
             "drops elements of it: use one of them"
         )
     return p
 
 
-def check_tensor(name: str, value: Any) -> None:
+def check_tensor(op: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"fused_op: argument '{name}' must be Tensor, not {type(value).__name__}")
+        raise TypeError(f"{op}: argument '{name}' must be Tensor, not {type(value).__name__}")
 
 
-def count_normalized(input: Tensor, normalized_shape: Any) -> int:
+def count_normalized(op: str, input: Tensor, normalized_shape: Any) -> int:
     """Length of normalized_shape, after a check that input ends in it."""
     if isinstance(normalized_shape, int):
         normalized_shape = (normalized_shape,)
     if not isinstance(normalized_shape, (tuple, list)):
         raise TypeError(
-            "fused_op: argument 'normalized_shape' must be tuple of ints, not "
+            f"{op}: argument 'normalized_shape' must be tuple of ints, not "
             f"{type(normalized_shape).__name__}"
         )
     for size in normalized_shape:
         if not isinstance(size, (int, torch.SymInt)) and not hasattr(size, "__index__"):
             raise TypeError(
-                "fused_op: argument 'normalized_shape' must be tuple of ints, but found element of "
+                f"{op}: argument 'normalized_shape' must be tuple of ints, but found element of "
                 f"type {type(size).__name__}"
             )
-    check_tensor("input", input)
+    check_tensor(op, "input", input)
     shape = tuple(normalized_shape)
     if not shape:
         raise RuntimeError(
-            "fused_op: Expected normalized_shape to be at least 1-dimensional, i.e., containing at "
+            f"{op}: Expected normalized_shape to be at least 1-dimensional, i.e., containing at "
             "least one element, but got normalized_shape = []"
         )
     if tuple(input.shape[-len(shape) :]) != shape:
         wanted = ", ".join(map(str, shape))
         raise RuntimeError(
-            f"fused_op: Given normalized_shape=[{wanted}], expected input with shape [*, {wanted}],"
+            f"{op}: Given normalized_shape=[{wanted}], expected input with shape [*, {wanted}],"
             f" but got input of size{list(input.shape)}"
         )
     return len(shape)

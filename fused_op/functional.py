@@ -26,6 +26,7 @@ from ._arguments import (
     check_options,
     check_tensor,
     count_normalized,
+    op_name,
     rms_eps,
 )
 from ._disabled import open_blocks
@@ -108,7 +109,11 @@ def fused_layer_norm(
             out_dtype=out_dtype,
             memory_efficient=memory_efficient,
         )
-    ndim = 0 if normalized_shape is None else count_normalized(input, normalized_shape)
+    ndim = (
+        0
+        if normalized_shape is None
+        else count_normalized("fused_layer_norm", input, normalized_shape)
+    )
     output: Tensor = _norm(
         *("layer_norm", input, None, weight, bias, eps, ndim, zero_centered, dropout_p, training),
         *(out_dtype, None, memory_efficient),
@@ -161,8 +166,12 @@ def fused_rms_norm(
             out_dtype=out_dtype,
             memory_efficient=memory_efficient,
         )
-    ndim = 0 if normalized_shape is None else count_normalized(input, normalized_shape)
-    eps = rms_eps(input, eps)
+    ndim = (
+        0
+        if normalized_shape is None
+        else count_normalized("fused_rms_norm", input, normalized_shape)
+    )
+    eps = rms_eps("fused_rms_norm", input, eps)
     output: Tensor = _norm(
         *("rms_norm", input, None, weight, None, eps, ndim, zero_centered, dropout_p, training),
         *(out_dtype, None, memory_efficient),
@@ -222,8 +231,12 @@ def fused_add_layer_norm(
             residual_dtype=residual_dtype,
             out_dtype=out_dtype,
         )
-    check_tensor("residual", residual)
-    ndim = 0 if normalized_shape is None else count_normalized(input, normalized_shape)
+    check_tensor("fused_add_layer_norm", "residual", residual)
+    ndim = (
+        0
+        if normalized_shape is None
+        else count_normalized("fused_add_layer_norm", input, normalized_shape)
+    )
     outputs: tuple[Tensor, Tensor] = _norm(
         *(
             "layer_norm",
@@ -288,9 +301,13 @@ def fused_add_rms_norm(
             residual_dtype=residual_dtype,
             out_dtype=out_dtype,
         )
-    check_tensor("residual", residual)
-    ndim = 0 if normalized_shape is None else count_normalized(input, normalized_shape)
-    eps = rms_eps(input, eps)
+    check_tensor("fused_add_rms_norm", "residual", residual)
+    ndim = (
+        0
+        if normalized_shape is None
+        else count_normalized("fused_add_rms_norm", input, normalized_shape)
+    )
+    eps = rms_eps("fused_add_rms_norm", input, eps)
     outputs: tuple[Tensor, Tensor] = _norm(
         *("rms_norm", input, residual, weight, None, eps, ndim, zero_centered, dropout_p, training),
         *(out_dtype, residual_dtype),
@@ -311,7 +328,7 @@ def layer_norm(
     """
     if has_torch_function_variadic(input, weight, bias):
         return _overridden(layer_norm, input, normalized_shape, weight, bias, eps)
-    ndim = count_normalized(input, normalized_shape)
+    ndim = count_normalized("layer_norm", input, normalized_shape)
     output: Tensor = _norm("layer_norm", input, None, weight, bias, eps, ndim)
     return output
 
@@ -328,8 +345,10 @@ def rms_norm(
     """
     if has_torch_function_variadic(input, weight):
         return _overridden(rms_norm, input, normalized_shape, weight, eps)
-    ndim = count_normalized(input, normalized_shape)
-    output: Tensor = _norm("rms_norm", input, None, weight, None, rms_eps(input, eps), ndim)
+    ndim = count_normalized("rms_norm", input, normalized_shape)
+    output: Tensor = _norm(
+        "rms_norm", input, None, weight, None, rms_eps("rms_norm", input, eps), ndim
+    )
     return output
 
 
@@ -486,12 +505,16 @@ def _norm(
 ) -> Any:
     """Take one of the routes. ``normalized_ndim`` 0 stands for the default of normalized_shape."""
     if type(eps) is not float:
-        eps = as_float("eps", eps)
+        eps = as_float(op_name(norm, residual), "eps", eps)
     if type(zero_centered) is not bool or type(training) is not bool:
-        check_bools(zero_centered=zero_centered, training=training)
+        op = op_name(norm, residual)
+        check_bools(op, zero_centered=zero_centered, training=training)
     rng_state = None
-    if dropout_p != 0.0 or output_dtype or sum_dtype or memory_efficient:
-        dropout_p = check_options(norm, dropout_p, output_dtype, sum_dtype, memory_efficient)
+    is_usual = type(dropout_p) is float and dropout_p == 0.0  # a tensor must not be compared
+    is_usual = is_usual and output_dtype is None and sum_dtype is None
+    if not is_usual or memory_efficient is not False:
+        op = op_name(norm, residual)
+        dropout_p = check_options(op, dropout_p, output_dtype, sum_dtype, memory_efficient)
         if not training:
             dropout_p = 0.0
         if dropout_p:
@@ -529,8 +552,9 @@ def norm_to_main_grad(
     norm: Norm, module: Any, input: Tensor, residual: Tensor | None, bias: Tensor | None
 ) -> Any:
     """The call of a module of ``modules.py`` whose parameters' gradients go to ``main_grad``."""
-    ndim = count_normalized(input, module.normalized_shape)
-    eps = module.eps if norm == "layer_norm" else rms_eps(input, module.eps)
+    op = op_name(norm, residual)
+    ndim = count_normalized(op, input, module.normalized_shape)
+    eps = module.eps if norm == "layer_norm" else rms_eps(op, input, module.eps)
     return _norm(
         *(norm, input, residual, module.weight, bias, eps, ndim, module.zero_centered),
         *(module.dropout_p, module.training, module.out_dtype, module.residual_dtype),

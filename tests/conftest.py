@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.case import SEED
+from tests.case import SEED, make_case
 from tests.ops import DEVICES, OPS, PAIRS
 
 
@@ -33,3 +33,14 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def still_works(device):
+    """After the test, good calls on the same device are right: nothing that it did lives on."""
+    yield
+    for op in OPS:
+        case = make_case(op, (3, 33), PAIRS[0], device)
+        case.check(case.run())
+    if device == "cuda":
+        torch.cuda.synchronize()

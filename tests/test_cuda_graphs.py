@@ -182,11 +182,3 @@ def test_device_other_than_the_current(op, shape):
         assert torch.cuda.current_device() == 0
     assert all(t.device == torch.device("cuda", 1) for t in actual)
     assert_same(actual, expected, rtol=0, atol=0)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_tensors_of_two_devices_are_refused():
-    """An address on another GPU may even be readable: then the call would only be slow."""
-    x, weight = torch.randn(4, 6, device="cuda:1"), torch.randn(6, device="cuda:0")
-    with pytest.raises(RuntimeError, match="not on the expected device cuda:1"):
-        fused_op.fused_layer_norm(x, weight)

@@ -1,12 +1,15 @@
-"""Every refusal: the exception type, and a sentence that names the op, what it expects, and what it
-got. A bad call must also leave the process able to make the next one."""
+"""Refusals: the exception type, and a sentence that names the op, what it expects, and what it got.
+
+Of what the library has beyond PyTorch's functions, of direct calls of the binding, and of imports;
+test_bad_input.py has the arguments that PyTorch's functions have too.
+"""
 
 import builtins
 import re
 import subprocess
 import sys
 
-import numpy as np
+import numpy as np  # noqa: F401  # in the calls of the table
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,123 +34,40 @@ def cases(table: str) -> list[tuple[str, type[Exception], str]]:
 
 
 FRONT_DOOR = r"""
-fused_layer_norm([1.0])
-    TypeError: fused_layer_norm: argument 'input' must be Tensor, not list
-fused_rms_norm(None)
-    TypeError: argument 'input' must be Tensor, not NoneType
-fused_layer_norm(np.ones(3))
-    TypeError: argument 'input' must be Tensor, not numpy.ndarray
-fused_layer_norm(X, 1.0)
-    TypeError: argument 'weight' must be Tensor, not float
-fused_layer_norm(X, W, "b")
-    TypeError: argument 'bias' must be Tensor, not str
 fused_add_layer_norm(X, None)
-    TypeError: argument 'residual' must be Tensor, not NoneType
+    TypeError: fused_add_layer_norm: argument 'residual' must be Tensor, not NoneType
 fused_op.fused_add_rms_norm(X, None)
-    TypeError: argument 'residual' must be Tensor, not NoneType
-fused_layer_norm(X, eps=NAN)
-    ValueError: fused_layer_norm: eps must be finite, got nan
-fused_rms_norm(X, eps=INF)
-    ValueError: fused_rms_norm: eps must be finite, got inf
-fused_layer_norm(X.clone().requires_grad_(), eps=NAN)
-    ValueError: eps must be finite, got nan
-fused_layer_norm(X.to("meta"), eps=NAN)
-    ValueError: eps must be finite, got nan
-fused_layer_norm(X, eps="1e-5")
-    TypeError: argument 'eps' must be float, not str
-fused_layer_norm(X, eps=None)
-    TypeError: argument 'eps' must be float, not NoneType
-fused_layer_norm(X, eps=1j)
-    TypeError: must be float, not complex
-fused_layer_norm(X, eps=torch.tensor([1e-05]))
-    TypeError: argument 'eps' must be float, not Tensor
-fused_layer_norm(X, eps=torch.tensor(1e-05, requires_grad=True))
-    TypeError: argument 'eps' must be float, not Tensor
-fused_layer_norm(X, eps=10 ** 400)
-    OverflowError: int too large to convert to float
-fused_layer_norm(X.long())
-    RuntimeError: not implemented for 'Long': input must be float16, bfloat16, float32 or float64
-fused_layer_norm(X.bool())
-    NotImplementedError: not implemented for 'Bool'
-fused_rms_norm(X.cfloat())
-    NotImplementedError: not implemented for 'ComplexFloat'
-fused_layer_norm(X.to(torch.float8_e4m3fn))
-    NotImplementedError: not implemented for 'Float8_e4m3fn'
-fused_layer_norm(torch._empty_affine_quantized(X.shape, scale=1.0, zero_point=0, dtype=torch.qint8))
-    NotImplementedError: not implemented for 'QInt8'
-fused_layer_norm(X.to_sparse())
-    RuntimeError: input must be a dense (strided) tensor, got layout Sparse
-fused_layer_norm(X.to_sparse_csr())
-    RuntimeError: input must be a dense (strided) tensor, got layout SparseCsr
-fused_layer_norm(X, W.to_sparse())
-    RuntimeError: weight must be a dense (strided) tensor, got layout Sparse
-fused_layer_norm(X.to_mkldnn())
-    RuntimeError: input must be a dense (strided) tensor, got layout Mkldnn
-fused_layer_norm(torch.nested.nested_tensor([X, X], layout=torch.jagged))
-    RuntimeError: input must be a dense (strided) tensor, got
-fused_layer_norm(torch.nested.nested_tensor([X, X]))
-    RuntimeError: input must be a dense (strided) tensor, got a nested one
-fused_layer_norm(X, W.bfloat16())
-    RuntimeError: mixed dtype: expect parameter to have scalar type of Float for input of Float, got
-fused_layer_norm(X, W.double())
-    RuntimeError: got weight of Double
-fused_layer_norm(X.double(), W)
-    RuntimeError: to have scalar type of Double for input of Double, got weight of Float
-fused_layer_norm(X.half(), None, B.bfloat16())
-    RuntimeError: to have scalar type of Float or Half for input of Half, got bias of BFloat16
-fused_layer_norm(X.half(), W, B.half())
-    RuntimeError: fused_layer_norm: weight and bias must have one dtype, got Float and Half
+    TypeError: fused_add_rms_norm: argument 'residual' must be Tensor, not NoneType
 fused_add_layer_norm(X, X.half())
     RuntimeError: fused_add_layer_norm: residual must have the dtype of input, Float, got Half
 fused_add_layer_norm(X, X.int())
     NotImplementedError: not implemented for 'Int': residual must be
 fused_add_layer_norm(X, X[0])
     RuntimeError: fused_add_layer_norm: residual must have the shape of input, [4, 8], got [8]
-fused_layer_norm(X, W.to("meta"))
-    RuntimeError: fused_layer_norm: weight: Tensor on device meta is not on the expected device cpu
-fused_layer_norm(X.to("meta"), W)
-    RuntimeError: weight: Tensor on device cpu is not on the expected device meta of input
 fused_add_layer_norm(X, X.to("meta"))
     RuntimeError: residual: Tensor on device meta is not on the expected device cpu
-fused_layer_norm(torch.tensor(1.0))
-    RuntimeError: fused_layer_norm: input must have at least one dimension
-fused_layer_norm(X, W[:5])
-    RuntimeError: weight of shape [5] and normalized_shape = [8] (the last dimensions of input of
-fused_layer_norm(X, W[:1])
-    RuntimeError: but got weight of shape [1]
-fused_layer_norm(X, W[None])
-    RuntimeError: but got weight of shape [1, 8] and normalized_shape = [4, 8]
-fused_layer_norm(X, W[0])
-    RuntimeError: containing at least one element, but got normalized_shape = []
-fused_layer_norm(X, W[None, None])
-    RuntimeError: cannot normalise over the last 3 dimensions of input of shape [4, 8]
-fused_layer_norm(X, W, B[:5])
-    RuntimeError: Expected bias to be of same shape as normalized_shape, but got bias of shape [5]
-fused_layer_norm(X, normalized_shape=())
-    RuntimeError: Expected normalized_shape to be at least 1-dimensional
-fused_layer_norm(X, normalized_shape=5)
-    RuntimeError: Given normalized_shape=[5], expected input with shape [*, 5], but got input of
-fused_layer_norm(X, normalized_shape=(2, 4, 8))
-    RuntimeError: Given normalized_shape=[2, 4, 8]
-fused_layer_norm(X, normalized_shape="8")
-    TypeError: argument 'normalized_shape' must be tuple of ints, not str
-fused_layer_norm(X, normalized_shape=(8.0,))
-    TypeError: must be tuple of ints, but found element of type float
 fused_layer_norm([1.0], normalized_shape=1)
     TypeError: argument 'input' must be Tensor, not list
+fused_op.rms_norm(None, 8)
+    TypeError: rms_norm: argument 'input' must be Tensor, not NoneType
+fused_layer_norm(X, dropout_p="p")
+    TypeError: fused_layer_norm: argument 'dropout_p' must be float, not str
+fused_layer_norm(X, dropout_p=X)
+    TypeError: fused_layer_norm: argument 'dropout_p' must be float, not Tensor
+fused_layer_norm(X, out_dtype=X)
+    TypeError: fused_layer_norm: argument 'out_dtype' must be torch.dtype, not Tensor
+fused_layer_norm(X, memory_efficient=X)
+    TypeError: fused_layer_norm: argument 'memory_efficient' must be bool, not torch.Tensor
 fused_layer_norm(X, W, zero_centered=1)
-    TypeError: argument 'zero_centered' must be bool, not int
+    TypeError: fused_layer_norm: argument 'zero_centered' must be bool, not int
 fused_op.fused_add_rms_norm(X, X, W, zero_centered=None)
-    TypeError: argument 'zero_centered' must be bool, not NoneType
+    TypeError: fused_add_rms_norm: argument 'zero_centered' must be bool, not NoneType
 fused_layer_norm(X, W, zero_centered=np.True_)
     TypeError: argument 'zero_centered' must be bool, not numpy.bool
-fused_layer_norm(X, gamma=W)
-    TypeError: unexpected keyword argument 'gamma'
 """
 
 
 @pytest.mark.parametrize(("call", "exception", "message"), cases(FRONT_DOOR))
-@pytest.mark.filterwarnings("ignore")  # PyTorch warns of some of the tensors
 def test_front_door(call, exception, message):
     with pytest.raises(exception, match=re.escape(message)):
         eval(call, vars(fused_op) | globals())
@@ -277,15 +197,6 @@ def test_direct_calls_of_the_binding_read_no_wrong_memory(call, exception, messa
         eval(call)
 
 
-def test_freed_storage():
-    x = torch.randn(4, 8)
-    x.untyped_storage().resize_(0)  # as FSDP does
-    with pytest.raises(
-        RuntimeError, match=r"the memory of a tensor of shape \[4, 8\] is not alloc"
-    ):
-        fused_layer_norm(x)
-
-
 TWINS = {
     "input": lambda f: f(None, (8,)),
     "input dtype": lambda f: f(X.long(), (8,)),
@@ -327,33 +238,6 @@ def test_twin_of_layer_norm_refuses_parameters_like_pytorch():
         assert str(theirs.value).replace("mixed dtype (CPU)", "mixed dtype") in str(ours.value)
 
 
-@pytest.mark.parametrize(
-    "eps", [True, 1, np.float32(1e-3), np.float64(1e-3), torch.tensor(1e-3), -0.0, -0.5, 1e-50]
-)
-def test_every_number_is_an_eps(eps):
-    x = X.double()  # a variance that a negative eps nearly cancels magnifies the roundings
-    torch.testing.assert_close(
-        fused_layer_norm(x, eps=eps), F.layer_norm(x, (8,), eps=float(eps)), equal_nan=True
-    )
-
-
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or fused_op.build_info()["cuda"] != "",
-    reason="needs a GPU and a build without CUDA",
-)
-def test_cuda_tensor_on_a_build_without_cuda():
-    reason = fused_op.build_info()["no_cuda_reason"]
-    with pytest.raises(RuntimeError, match=re.escape(f"fused_op was built without CUDA: {reason}")):
-        fused_layer_norm(X.cuda())
-
-
-def test_weight_on_another_device():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    with pytest.raises(RuntimeError, match="on device cpu is not on the expected device cuda"):
-        fused_layer_norm(X.cuda(), W)
-
-
 def import_error(setup: str) -> str:
     code = f"import sys, types, torch\n{setup}\nimport fused_op"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -377,68 +261,3 @@ def test_import_with_a_module_for_another_torch():
         f"ImportError: fused_op was built for torch 1.9.0, but torch {torch.__version__} is inst"
     )
     assert error.endswith("pip install --force-reinstall --no-deps .")
-
-
-FUZZ = """
-import random
-import torch
-import fused_op_cuda
-
-random.seed(0)
-torch.set_num_threads(1)
-x = torch.randn(3, 8)
-misaligned = torch.frombuffer(bytearray(99), dtype=torch.float32, offset=2, count=24).view(3, 8)
-tensors = [
-    *(x, x.double(), x.half(), x.bfloat16(), x.long(), x.to_sparse(), x.to("meta")),
-    *(x[:, ::2], x.t(), x[1:, 1:], x[:0], x[:, :0], x[0], x[0, 0], x[0][::2], x.cfloat().imag),
-    *(x[:1].expand(3, 8), x[:, :1].expand(3, 8), torch._neg_view(x), misaligned),
-    x.clone().requires_grad_(),
-    *(torch.ones(2, 3), torch.ones(1, 3)),
-]
-one = random.choice
-
-
-def pick(options):
-    return one(options) if random.random() < 0.97 else one([None, 1, "s", [x], 1.5])
-
-
-def optional(usual):
-    return one([None, usual, usual, pick(tensors)])
-
-
-good = 0
-for _ in range(40000):
-    norm = pick(["layer_norm", "rms_norm", "layer_norm", "rms_norm", ""])
-    ndim = one([0, 1, 1, 1, 2, 3, -1, 2**62, None, 1.5])
-    eps = one([1e-5, 1e-5, 0, -1.0, float("nan"), "e"])
-    a = pick(tensors)
-    w = a[0] if isinstance(a, torch.Tensor) and a.dim() > 1 and len(a) > 0 else x[0]
-    flags = [one([True, False]) for _ in range(4)]
-    p = one([0, 0, 0, 0, 0.5, 0.5, 1, pick([2.0, 0.1])])
-    state = one([torch.ones(2, dtype=torch.int64)] * 4 + [None, pick(tensors)])
-    narrow, wide = (one([None] * 8 + [torch.float32, torch.bfloat16, 1]) for _ in range(2))
-    from_output = one([True, False, False, False])
-    dtype = one([torch.float32, torch.float16, torch.int64, getattr(a, "dtype", 3)])
-    stats = one([torch.ones(2, 3), torch.ones(1, 3), pick(tensors)])
-    function, *args = one([
-        (fused_op_cuda.norm, norm, a, optional(a), optional(w), optional(w), state, ndim, eps,
-         flags[1], p, narrow, wide),
-        (fused_op_cuda.norm_forward, norm, a, optional(a), optional(w), optional(w), state, ndim,
-         eps, flags[1], p, narrow, wide, flags[0]),
-        (fused_op_cuda.norm_backward, norm, one([a, pick(tensors)]), optional(a), a, optional(w),
-         optional(w), stats, state, ndim, flags[0], p, from_output, getattr(a, "dtype", dtype),
-         wide, getattr(w, "dtype", dtype), flags),
-    ])
-    try:
-        function(*args)
-        good += 1
-    except (TypeError, RuntimeError, ValueError):
-        pass
-print("survived", good)
-"""
-
-
-def test_random_calls_of_the_binding_never_crash():
-    run = subprocess.run([sys.executable, "-c", FUZZ], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert int(run.stdout.split()[1]) > 500, "the arguments are too wild to test anything"

@@ -87,68 +87,74 @@ def test_every_combination(op, device, monkeypatch):
     a gradient of the residual that lost elements, and tails of rows in any kernel."""
     cases = combinations(op, device)
     assert len(cases) > 100
-    for pair, residual_dtype, sum_dtype, out_dtype, p, zero_centered, absent, shape, there in cases:
-        inputs, normal = draw(op, pair, shape, residual_dtype, device)
-        inputs |= dict.fromkeys(absent)
-        state = Drawn(monkeypatch, device, there).state
-        options = {"dropout_p": p, "zero_centered": zero_centered, "out_dtype": out_dtype}
-        options |= {"residual_dtype": sum_dtype} if op.adds else {}
-        leaves = {n: None if t is None else t.requires_grad_() for n, t in inputs.items()}
-        results = op.fused(*leaves.values(), eps=1e-5, normalized_shape=shape[-1], **options)
-        results = results if op.adds else (results,)
-        grads = tuple(normal(*shape, dtype=r.dtype) for r in results)
-        present = {n: t for n, t in leaves.items() if t is not None}
-        got = torch.autograd.grad(results, list(present.values()), grads, allow_unused=True)
-        got = dict(zip(present, got, strict=True))
+    for case in cases:
+        check_combination(op, device, monkeypatch, *case)
 
-        rows, cols = shape
-        keep = torch.ones(shape, device=device, dtype=F64)
-        if p > 0:
-            keep = keep_mask(state, rows, cols, p, torch.device(device)).to(F64)
-            keep = keep * (0 if p == 1 else 1 / (1 - p))
-        wide = {n: None if t is None else t.detach().to(F64) for n, t in leaves.items()}
-        dy, *dsum = (g.to(F64) for g in grads)
-        what = f"{op} {pair} {residual_dtype} {options} {absent} {shape}"
-        x = wide["input"]
-        if op.adds:
-            truth = wide["input"] * keep + wide["residual"]
-            size = wide["input"].abs() * keep + wide["residual"].abs()
-            sum_is = sum_dtype or residual_dtype
-            check(f"sum {what}", results[1].detach(), truth, size, sum_is, 1, p)
-            x = results[1].detach().to(F64)  # the statistics are those of the sum as it is stored
-            given, keep_x, keep_y = dsum[0], keep, 1.0
-        else:
-            given, keep_x, keep_y = 0.0, 1.0, keep
-        weight, bias = wide["weight"], wide.get("bias")
-        leaf = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias)]
-        norm = "layer_norm" if op.centred else "rms_norm"
-        output = reference.compute(
-            *(norm, leaf[0], None, *leaf[1:], None, 1e-5, None if weight is None else (cols,)),
-            zero_centered,
-        )[0]
-        shown = [t for t in leaf if t is not None]
-        true = iter(torch.autograd.grad(output, shown, dy * keep_y))
-        true = [None if t is None else next(true) for t in leaf]
-        factor = 1 + weight if zero_centered and weight is not None else weight
-        scale = condition(op, 1e-5, x, None if weight is None else factor, bias, dy * keep_y)
-        # The op of the table knows no zero_centered: the factor is given as the weight itself.
-        out_is = out_dtype or pair.rows
-        check(
-            *(f"output {what}", results[0].detach(), (output * keep_y).detach()),
-            *(scale["output"] * keep_y, out_is, cols, p),
-        )
-        size = scale["grad_x"] + (given.abs() if op.adds else 0)
-        check(
-            *(f"grad_input {what}", got["input"], (true[0] + given) * keep_x),
-            *(size * keep_x, pair.rows, cols, p),
-        )
-        if op.adds:
-            gradient = got["residual"]
-            check(f"grad_residual {what}", gradient, true[0] + given, size, residual_dtype, cols, p)
-        for name, value in (("weight", true[1]), ("bias", true[2])):
-            if value is not None:
-                size = scale[f"grad_{name}"]
-                check(f"{name} {what}", got[name], value, size, pair.params, cols * rows, p)
+
+def check_combination(op, device, monkeypatch, *combination):
+    """One call of the op with options as `combinations` lists them, beside truth."""
+    pair, residual_dtype, sum_dtype, out_dtype, p, zero_centered, absent, shape, there = combination
+    inputs, normal = draw(op, pair, shape, residual_dtype, device)
+    inputs |= dict.fromkeys(absent)
+    state = Drawn(monkeypatch, device, there).state
+    options = {"dropout_p": p, "zero_centered": zero_centered, "out_dtype": out_dtype}
+    options |= {"residual_dtype": sum_dtype} if op.adds else {}
+    leaves = {n: None if t is None else t.requires_grad_() for n, t in inputs.items()}
+    results = op.fused(*leaves.values(), eps=1e-5, normalized_shape=shape[-1], **options)
+    results = results if op.adds else (results,)
+    grads = tuple(normal(*shape, dtype=r.dtype) for r in results)
+    present = {n: t for n, t in leaves.items() if t is not None}
+    got = torch.autograd.grad(results, list(present.values()), grads, allow_unused=True)
+    got = dict(zip(present, got, strict=True))
+
+    rows, cols = shape
+    keep = torch.ones(shape, device=device, dtype=F64)
+    if p > 0:
+        keep = keep_mask(state, rows, cols, p, torch.device(device)).to(F64)
+        keep = keep * (0 if p == 1 else 1 / (1 - p))
+    wide = {n: None if t is None else t.detach().to(F64) for n, t in leaves.items()}
+    dy, *dsum = (g.to(F64) for g in grads)
+    what = f"{op} {pair} {residual_dtype} {options} {absent} {shape}"
+    x = wide["input"]
+    if op.adds:
+        truth = wide["input"] * keep + wide["residual"]
+        size = wide["input"].abs() * keep + wide["residual"].abs()
+        sum_is = sum_dtype or residual_dtype
+        check(f"sum {what}", results[1].detach(), truth, size, sum_is, 1, p)
+        x = results[1].detach().to(F64)  # the statistics are those of the sum as it is stored
+        given, keep_x, keep_y = dsum[0], keep, 1.0
+    else:
+        given, keep_x, keep_y = 0.0, 1.0, keep
+    weight, bias = wide["weight"], wide.get("bias")
+    leaf = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias)]
+    norm = "layer_norm" if op.centred else "rms_norm"
+    output = reference.compute(
+        *(norm, leaf[0], None, *leaf[1:], None, 1e-5, None if weight is None else (cols,)),
+        zero_centered,
+    )[0]
+    shown = [t for t in leaf if t is not None]
+    true = iter(torch.autograd.grad(output, shown, dy * keep_y))
+    true = [None if t is None else next(true) for t in leaf]
+    factor = 1 + weight if zero_centered and weight is not None else weight
+    scale = condition(op, 1e-5, x, None if weight is None else factor, bias, dy * keep_y)
+    # The op of the table knows no zero_centered: the factor is given as the weight itself.
+    out_is = out_dtype or pair.rows
+    check(
+        *(f"output {what}", results[0].detach(), (output * keep_y).detach()),
+        *(scale["output"] * keep_y, out_is, cols, p),
+    )
+    size = scale["grad_x"] + (given.abs() if op.adds else 0)
+    check(
+        *(f"grad_input {what}", got["input"], (true[0] + given) * keep_x),
+        *(size * keep_x, pair.rows, cols, p),
+    )
+    if op.adds:
+        gradient = got["residual"]
+        check(f"grad_residual {what}", gradient, true[0] + given, size, residual_dtype, cols, p)
+    for name, value in (("weight", true[1]), ("bias", true[2])):
+        if value is not None:
+            size = scale[f"grad_{name}"]
+            check(f"{name} {what}", got[name], value, size, pair.params, cols * rows, p)
 
 
 @pytest.mark.parametrize("op", [op for op in PLAIN_OPS if not op.adds], ids=str)

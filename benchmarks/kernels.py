@@ -35,19 +35,53 @@ PAIRS = {
     "f64": (torch.float64, torch.float64, "double, double"),
 }
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # order of core/norm_args.h
+KINDS = ("layer_norm", "rms_norm")
 
 DOOR = """
 #include "cuda/fused_op_kernel.h"
 #include "cuda/launch.h"
 using namespace fused_op;
-extern "C" int forward(const NormForwardArgs* args, cudaStream_t stream) {
-  return cuda::norm_forward(*args, stream);
+extern "C" int forward(int kind, int dtype, int param_dtype, std::int64_t rows, std::int64_t cols,
+                       const void* x, const void* weight, const void* bias, void* y, void* stats,
+                       cudaStream_t stream) {
+  NormForwardArgs args;
+  args.kind = static_cast<NormKind>(kind);
+  args.dtype = args.input.dtype = args.output.dtype = static_cast<DType>(dtype);
+  args.param_dtype = static_cast<DType>(param_dtype);
+  args.rows = rows;
+  args.cols = args.input.stride = cols;
+  args.input.data = x;
+  args.weight = weight;
+  args.bias = bias;
+  args.output.data = y;
+  args.stats = stats;
+  args.eps = 1e-5;
+  return cuda::norm_forward(args, stream);
 }
-extern "C" std::size_t workspace(const NormBackwardArgs* args) {
-  return cuda::norm_backward_workspace(*args);
-}
-extern "C" int backward(const NormBackwardArgs* args, cudaStream_t stream) {
-  return cuda::norm_backward(*args, stream);
+// Without a workspace: returns its bytes. With one: launches, and returns the error.
+extern "C" std::int64_t backward(int kind, int dtype, int param_dtype, std::int64_t rows,
+                                 std::int64_t cols, const void* x, const void* dy,
+                                 const void* weight, const void* stats, void* dx, void* dweight,
+                                 void* dbias, void* workspace, cudaStream_t stream) {
+  NormBackwardArgs args;
+  args.kind = static_cast<NormKind>(kind);
+  args.dtype = args.x.dtype = args.grad_output.dtype = args.grad_input.dtype =
+      static_cast<DType>(dtype);
+  args.param_dtype = static_cast<DType>(param_dtype);
+  args.rows = rows;
+  args.cols = args.x.stride = args.grad_output.stride = cols;
+  args.x.data = x;
+  args.grad_output.data = dy;
+  args.weight = weight;
+  args.stats = stats;
+  args.grad_input.data = dx;
+  args.grad_weight = dweight;
+  args.grad_bias = dbias;
+  args.workspace = workspace;
+  if (workspace == nullptr) {
+    return static_cast<std::int64_t>(cuda::norm_backward_workspace(args));
+  }
+  return cuda::norm_backward(args, stream);
 }
 """
 LEFT_OUT = """
@@ -59,13 +93,14 @@ template <> cudaError_t cuda::launch_backward<{0}>(const NormBackwardArgs&, cuda
   return cudaErrorNotSupported;
 }}
 """
+FLEXIBLE = ("float, cuda::AnyParameter<float>", "double, cuda::AnyParameter<double>")
 
 
 def build(tree: Path, pair: str, library: Path, arch: str) -> None:
     """Compiles the kernels of one pair of dtypes into a shared library."""
     with tempfile.TemporaryDirectory() as directory:
         door = Path(directory) / "door.cu"
-        others = [types for name, (*_, types) in PAIRS.items() if name != pair]
+        others = [types for name, (*_, types) in PAIRS.items() if name != pair] + [*FLEXIBLE]
         door.write_text(DOOR + "".join(LEFT_OUT.format(types) for types in others))
         sources = [tree / f"cuda/launch_{pair}.cu", tree / "cuda/fused_op_kernel.cu", door]
         objects = [Path(directory) / f"{source.stem}.o" for source in sources]
@@ -78,34 +113,15 @@ def build(tree: Path, pair: str, library: Path, arch: str) -> None:
         subprocess.run(link, check=True)
 
 
-class Rows(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64))
-
-
-def _structure(pointers: str, tail: str = "") -> type[ctypes.Structure]:
-    """The args structs of core/norm_args.h: kind, dtypes, sizes; then rows (*) and pointers."""
-    fields = [(name, ctypes.c_int) for name in ("kind", "dtype", "param_dtype")]
-    fields += [(name, ctypes.c_int64) for name in ("rows", "cols")]
-    for name in pointers.split():
-        fields.append((name.strip("*"), Rows if "*" in name else ctypes.c_void_p))
-    fields += [(name, ctypes.c_double) for name in tail.split()]
-    return type("Args", (ctypes.Structure,), {"_fields_": fields})
-
-
-ForwardArgs = _structure("*input *residual weight bias output sum stats", "eps")
-BackwardArgs = _structure(
-    "*x *grad_output *grad_sum weight stats grad_input grad_weight grad_bias workspace"
-)
-
-
 class Problem:
-    """One LayerNorm problem on the GPU, and its calls through a library."""
+    """One norm on the GPU, and its calls through a library."""
 
-    def __init__(self, pair: str, rows: int, cols: int) -> None:
+    def __init__(self, op: str, pair: str, rows: int, cols: int) -> None:
         dtype, param_dtype, _ = PAIRS[pair]
         wide = dtype is torch.float64
         make = lambda *size, like=dtype: torch.randn(size, device="cuda").to(like)  # noqa: E731
-        self.head = (0, DTYPES.index(dtype), DTYPES.index(param_dtype), rows, cols)
+        self.op = op
+        self.head = (KINDS.index(op), DTYPES.index(dtype), DTYPES.index(param_dtype))
         self.x, self.dy, self.y, self.dx = (make(rows, cols) for _ in range(4))
         self.weight, self.bias = make(cols, like=param_dtype), make(cols, like=param_dtype)
         self.dweight, self.dbias = torch.empty_like(self.weight), torch.empty_like(self.bias)
@@ -113,31 +129,38 @@ class Problem:
         self.workspace: Tensor | None = None
 
     def forward(self, library: ctypes.CDLL, stats: bool = True) -> Tensor:
-        x, empty = Rows(self.x.data_ptr(), self.x.stride(0)), Rows(None, 0)
-        pointers = [t.data_ptr() for t in (self.weight, self.bias, self.y)]
-        pointers += [None, self.stats.data_ptr() if stats else None]
-        args = ForwardArgs(*self.head, x, empty, *pointers, 1e-5)
-        self._ok(library.forward(ctypes.byref(args), self._stream()))
+        bias = self.bias if self.op == "layer_norm" else None
+        tensors = (self.x, self.weight, bias, self.y, self.stats if stats else None)
+        self._ok(library.forward(*self._arguments(tensors)))
         return self.y
 
     def backward(self, library: ctypes.CDLL) -> Tensor:
-        rows = [Rows(t.data_ptr(), t.stride(0)) for t in (self.x, self.dy)]
-        tensors = (self.weight, self.stats, self.dx, self.dweight, self.dbias)
-        args = BackwardArgs(*self.head, *rows, Rows(None, 0), *(t.data_ptr() for t in tensors))
+        dbias = self.dbias if self.op == "layer_norm" else None
+        tensors = (self.x, self.dy, self.weight, self.stats, self.dx, self.dweight, dbias)
         if self.workspace is None:
-            size = library.workspace(ctypes.byref(args))
+            size = library.backward(*self._arguments((*tensors, None)))
             self.workspace = torch.empty(max(size, 1), dtype=torch.uint8, device="cuda")
-        args.workspace = self.workspace.data_ptr()
-        self._ok(library.backward(ctypes.byref(args), self._stream()))
+        self._ok(library.backward(*self._arguments((*tensors, self.workspace))))
         return self.dx
+
+    def _arguments(self, tensors: tuple[Tensor | None, ...]) -> list[object]:
+        numbers = [ctypes.c_int(number) for number in self.head]
+        sizes = [ctypes.c_int64(size) for size in self.x.shape]
+        pointers = [None if t is None else ctypes.c_void_p(t.data_ptr()) for t in tensors]
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        return [*numbers, *sizes, *pointers, stream]
 
     def errors(self, library: ctypes.CDLL) -> dict[str, float]:
         """Relative L2 errors against fp64."""
         results = {"y": self.forward(library).clone(), "dx": self.backward(library).clone()}
-        results |= {"dweight": self.dweight, "dbias": self.dbias}
-        x, w, b = (t.double().requires_grad_() for t in (self.x, self.weight, self.bias))
-        y = torch.nn.functional.layer_norm(x, x.shape[1:], w, b)
-        truth = (y, *torch.autograd.grad(y, (x, w, b), self.dy.double()))
+        results["dweight"] = self.dweight
+        leaves = [t.double().requires_grad_() for t in (self.x, self.weight)]
+        if self.op == "layer_norm":
+            results["dbias"] = self.dbias
+            leaves.append(self.bias.double().requires_grad_())
+        norm = getattr(torch.nn.functional, self.op)
+        y = norm(leaves[0], self.x.shape[1:], *leaves[1:], eps=1e-5)
+        truth = (y, *torch.autograd.grad(y, leaves, self.dy.double()))
         return {
             name: float((ours.double() - true).norm() / true.norm())
             for (name, ours), true in zip(results.items(), truth, strict=True)
@@ -148,17 +171,15 @@ class Problem:
         if error != 0:
             raise RuntimeError(f"the launch failed with CUDA error {error}")
 
-    @staticmethod
-    def _stream() -> ctypes.c_void_p:
-        return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
 
-
-def time_us(timer: GraphTimer, libraries: dict, pair: str, shape: tuple, mode: str) -> dict:
+def time_us(
+    timer: GraphTimer, libraries: dict, op: str, pair: str, shape: tuple, mode: str
+) -> dict:
     """Microseconds of each library, and of the limit: a copy (forward) or add (backward)."""
     tensors = 2 if mode == "forward" else 3
     size = tensors * shape[0] * shape[1] * PAIRS[pair][0].itemsize
     with timer.context():
-        problems = [Problem(pair, *shape) for _ in range(timer.sets_for(size))]
+        problems = [Problem(op, pair, *shape) for _ in range(timer.sets_for(size))]
     if mode == "forward":
         limit = [lambda p=p: p.y.copy_(p.x) for p in problems]
     else:
@@ -178,6 +199,7 @@ def time_us(timer: GraphTimer, libraries: dict, pair: str, shape: tuple, mode: s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tree", action="append", type=Path, help="a csrc/; default: this one")
+    parser.add_argument("--op", choices=KINDS, default="layer_norm")
     parser.add_argument("--pair", choices=PAIRS, default="bf16")
     parser.add_argument("--shape", action="append", help="rows,cols; may be repeated")
     parser.add_argument("--only", choices=("forward", "backward"))
@@ -189,9 +211,10 @@ def main() -> None:
     args.libraries.mkdir(parents=True, exist_ok=True)
     trees = {f"{i}: {tree}": tree for i, tree in enumerate(args.tree or [ROOT / "csrc"])}
     files = {name: args.libraries / f"{i}_{args.pair}.so" for i, name in enumerate(trees)}
-    for name, tree in trees.items():
-        if not args.no_build:
-            build(tree.resolve(), args.pair, files[name], args.arch)
+    if not args.no_build:
+        with ThreadPoolExecutor() as pool:
+            work = lambda name: build(trees[name].resolve(), args.pair, files[name], args.arch)  # noqa: E731
+            list(pool.map(work, trees))
     if args.build_only:
         return
     libraries = {name: ctypes.CDLL(os.fspath(file)) for name, file in files.items()}
@@ -199,11 +222,11 @@ def main() -> None:
     timer = GraphTimer(rounds=5)
     for shape in shapes:
         for name, library in libraries.items():
-            library.workspace.restype = ctypes.c_size_t
-            errors = Problem(args.pair, *shape).errors(library)
+            library.backward.restype = ctypes.c_int64
+            errors = Problem(args.op, args.pair, *shape).errors(library)
             print(shape, name, *(f"{n} {e:.1e}" for n, e in errors.items()))
         for mode in (args.only,) if args.only else ("forward", "backward"):
-            times = time_us(timer, libraries, args.pair, shape, mode)
+            times = time_us(timer, libraries, args.op, args.pair, shape, mode)
             limit = times.pop("limit")
             figures = (f"{name} {us:.2f} us = {limit / us:.3f}" for name, us in times.items())
             print(shape, mode, f"limit {limit:.2f} us,", ", ".join(figures), flush=True)

@@ -18,11 +18,11 @@ from fused_op import FusedLayerNorm, FusedRMSNorm
 from tests.ops import OPS, PAIRS, Op, Pair
 
 # Rows, and 16-byte vectors of a row: the tiles of csrc/cuda/row_tile.h from one lane a row to a
-# CTA, with few rows and many, then rows in a cluster, too long for one, and streamed.
+# CTA, with few rows and many, then rows over a cluster, and those too long for one.
 SHAPES = (
     *((rows, vectors) for rows in (3, 600) for vectors in (1, 2, 4, 8, 16, 32, 64, 128)),
-    *((rows, vectors) for rows in (5, 250) for vectors in (320, 512)),
-    *((5, vectors) for vectors in (1024, 1536, 2048)),
+    *((rows, vectors) for rows in (5, 300) for vectors in (320, 512, 640)),
+    *((rows, vectors) for rows in (5, 270) for vectors in (1024, 1280, 1536, 2048)),
     *((2, vectors) for vectors in (4096, 32769)),
     (140, 2049),
 )

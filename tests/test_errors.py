@@ -191,6 +191,13 @@ def into(weight=W, bias=None):
     return fused_op_cuda.norm_backward_into(*backward_arguments(), weight, bias)
 
 
+def test_a_backward_of_which_nothing_is_wanted(device):
+    """Catches a launch without CTAs."""
+    tensors = {"grad_output": X, "x": X, "weight": W, "stats": STATS}
+    moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+    assert backward(**moved, wanted=(False,) * 4) == (None,) * 4
+
+
 @pytest.mark.parametrize(("call", "exception", "message"), cases(BACK_DOOR))
 def test_direct_calls_of_the_binding_read_no_wrong_memory(call, exception, message):
     with pytest.raises(exception, match=re.escape(message)):

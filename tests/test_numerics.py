@@ -12,7 +12,8 @@ from tests.case import Case, gradients, make_case
 from tests.ops import BF16, F16, F32, F64, OPS, PAIRS, TOLERANCE, Op, Pair, condition, steps
 
 SHORT = [pair for pair in PAIRS if pair.rows in (F16, BF16)]
-WIDTHS = [31, 1000, 1023, 4096, 12288]  # a sum over some of them is not exact, nor is 1 / cols
+# A sum over some of them is not exact, nor is 1 / cols; the last is longer than a CTA's registers.
+WIDTHS = [31, 1000, 1023, 4096, 12288, 40_000]
 
 
 @pytest.mark.parametrize("pair", SHORT, ids=str)
@@ -89,7 +90,7 @@ def test_one_column_is_bias(op, device, pair) -> None:
     assert torch.equal(results["grad_input"], through_the_sum), f"{case}"
 
 
-@pytest.mark.parametrize("cols", [64, 1000, 4095])
+@pytest.mark.parametrize("cols", [64, 1000, 4095, 40_000])
 def test_huge_and_tiny_rows(op, device, cols) -> None:
     """Catches squares that overflow (or vanish) though the result is an ordinary number."""
     sizes = {F32: [1e30, 3e38, 1e19, 1e-19, 1e-30], BF16: [3e38, 1e30], F16: [6e4], F64: [1e100]}

@@ -8,6 +8,7 @@
 #include "core/norm_args.h"
 #include "core/row_source.h"
 #include "cuda/backward_stage.cuh"
+#include "cuda/dependent_launch.cuh"
 #include "cuda/flexible.cuh"
 #include "cuda/row_access.cuh"
 #include "cuda/row_sum.cuh"
@@ -19,6 +20,42 @@ namespace fused_op::cuda {
 template <typename Source>
 FUSED_OP_HD constexpr std::int64_t partial_stride(std::int64_t cols) {
   return (cols + Source::kElements - 1) / Source::kElements * Source::kElements;
+}
+
+// The sums of a row over its `warps` warps, kMaxWarps at most, or kLanes lanes of one; valid in all
+// of them. Rows of one CTA are told apart by `team`. parts: [warps] in shared memory. kSerial adds
+// warp after warp, which takes longer and fewer registers.
+template <typename Norm, int kLanes, int kMaxWarps, bool kSerial = false, typename A>
+__device__ __forceinline__ PullbackSums<A> row_sum(PullbackSums<A> sums, PullbackSums<A>* parts,
+                                                   int team, int warp, int warps) {
+  const auto over_lanes = [&]<int kCount>() {
+    sums.wdy_xhat = lane_sum<kCount>(sums.wdy_xhat);
+    if constexpr (Norm::kCentered) {
+      sums.wdy = lane_sum<kCount>(sums.wdy);
+    }
+  };
+  over_lanes.template operator()<kLanes>();
+  if (warps > 1) {
+    if (threadIdx.x % kLanes == 0) {
+      parts[warp] = sums;
+    }
+    row_barrier(team, warps * kWarpSize);
+    if constexpr (kSerial) {
+      sums = {};
+#pragma unroll 1
+      for (; warps > 0; --warps, ++parts) {
+        sums.wdy_xhat += parts->wdy_xhat;
+        sums.wdy += parts->wdy;
+      }
+    } else {
+      constexpr int kCount = kMaxWarps > 16 ? 32 : 16;
+      const int part = static_cast<int>(threadIdx.x) % kCount;
+      const A nothing = A(-0.0);  // adding it changes no bit, whatever kCount
+      sums = part < warps ? parts[part] : PullbackSums<A>{nothing, nothing};
+      over_lanes.template operator()<kCount>();
+    }
+  }
+  return sums;
 }
 
 // partials: [gridDim.x, Norm::kGrads, partial_stride(cols)], or null where the grid is one CTA,
@@ -43,11 +80,8 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   constexpr bool kTwoGradients = Source::kFlexible || Source::kDrops;
   using WeightPack = Pack<typename Layout::P, N>;
 
-#if __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();  // sum_partials_kernel may be placed, and waits
-#endif
   extern __shared__ uint4 shared[];
-  __shared__ PullbackSums<A> parts[2][kMaxRowThreads / kWarpSize];
+  __shared__ PullbackSums<A> parts[2][kMaxBackwardWarps];
 
   const int team = threadIdx.y;
   const int lane = threadIdx.x % kLanes;
@@ -61,6 +95,7 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   const std::int64_t first_row = cta_row + team;
   const A inverse_cols = reciprocal(static_cast<A>(width));
 
+  await_kernels_before();
   uint4* const blocks = shared + group * Layout::kGroupBlocks + lane;
   StagedRows<W, Source, Access, Tile> staged(args, steps, shared_address(blocks), first_row,
                                              first_col, lane);
@@ -180,24 +215,10 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
         }
       }
     }
-    sums.wdy_xhat = lane_sum<kLanes>(sums.wdy_xhat);
-    if constexpr (Norm::kCentered) {
-      sums.wdy = lane_sum<kLanes>(sums.wdy);
-    }
-    if (warps > 1) {
-      // Two buffers in turn: one barrier a row is enough.
-      PullbackSums<A>* const row_parts = parts[parity] + team * warps;
-      if (lane == 0) {
-        row_parts[warp] = sums;
-      }
-      row_barrier(team, blockDim.x);
-      sums = {};
-      for (int w = 0; w < warps; ++w) {
-        sums.wdy_xhat += row_parts[w].wdy_xhat;
-        sums.wdy += row_parts[w].wdy;
-      }
-      parity ^= 1;
-    }
+    // Two buffers in turn: one barrier a row is enough.
+    sums = row_sum<Norm, kLanes, Tile::kCtaThreads / kWarpSize, Source::kDrops>(
+        sums, parts[parity] + team * warps, team, warp, warps);
+    parity ^= 1;
     if (args.grad_input.data != nullptr || (kTwoGradients && args.grad_residual.data != nullptr)) {
       const Pullback<Norm, A> pullback(sums, normalizer, inverse_cols);
       Pack<T, N> results[kKeepPacks ? kVectors : 1];

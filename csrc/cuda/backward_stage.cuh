@@ -26,11 +26,13 @@ struct BackwardLayout {
   // registers for the second (shifted rows, which need more registers: the packs), and so does the
   // weight.
   static constexpr int kOwned = Tile::kVectors * N;
-  static constexpr bool kKeepRow =
-      !Access::kSharesBlocks && kOwned * sizeof(Accumulator<T>) <= (Source::kFlexible ? 32 : 64);
+  static constexpr bool kKeeps = Tile::kCtaThreads == kMaxRowThreads;
+  static constexpr bool kKeepRow = kKeeps && !Access::kSharesBlocks &&
+                                   kOwned * sizeof(Accumulator<T>) <= (Source::kFlexible ? 32 : 64);
   static constexpr bool kKeepPacks =
-      Access::kSharesBlocks && Tile::kVectors <= (Source::kGradStreams == 2 ? 2 : 1);
-  static constexpr bool kKeepWeight = kOwned * sizeof(P) <= 32;
+      kKeeps && Access::kSharesBlocks && Tile::kVectors <= (Source::kGradStreams == 2 ? 2 : 1);
+  static constexpr bool kKeepWeight =
+      (kKeeps || !Access::kSharesBlocks) && kOwned * sizeof(P) <= 32;
   static constexpr int kWeightBlocks = kKeepWeight ? 0 : kOwned * sizeof(P) / kVectorBytes;
   // Blocks a shifted row has more than vectors. One would do, but where there is room, rows begin
   // at multiples of 128 bytes in shared memory too. (Whole packs need that: one spare block there
@@ -45,15 +47,15 @@ struct BackwardLayout {
   static constexpr int group_blocks(int stages) {
     return stages * kStageBlocks + Tile::kLanes * kWeightBlocks;
   }
-  // Registers: 128 a thread for several vectors, 85 for one.
+  // Registers: 128 a thread for several vectors (96 in WideTile), 85 for one.
   static constexpr bool kLight = Tile::kVectors == 1 && sizeof(Accumulator<T>) == 4;
-  static constexpr int kThreads = kLight ? 256 : kMaxRowThreads;
+  static constexpr int kThreads = kLight ? 256 : Tile::kCtaThreads;
   static constexpr int kCtasPerSm = !kLight                                               ? 1
                                     : !Access::kSharesBlocks && Source::kGradStreams == 2 ? 3
                                                                                           : 2;
   // Rows in flight: three where the longest row of the tile leaves room for them.
   static constexpr int kStages =
-      kMaxRowThreads / Tile::kLanes * group_blocks(3) * kVectorBytes <= 226 * 1024 ? 3 : 2;
+      Tile::kCtaThreads / Tile::kLanes * group_blocks(3) * kVectorBytes <= 226 * 1024 ? 3 : 2;
   static constexpr int kGroupBlocks = group_blocks(kStages);
 };
 
@@ -65,23 +67,6 @@ struct RowSteps {
   std::int64_t grad_input;  // bytes
   bool split;               // of rows at two strides, whose addresses are made anew
 };
-
-// An address in shared memory, opaque, so that it stays in its register: the compiler would make it
-// anew, in five instructions, for each copy.
-__device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
-  auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
-  asm volatile("" : "+r"(address));
-  return address;
-}
-// Copies 16 bytes past the L1 cache; __pipeline_commit and __pipeline_wait_prior count them. Before
-// sm_80 the thread copies them itself.
-__device__ __forceinline__ void copy_async(std::uint32_t to, std::uintptr_t from) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-#else
-  *static_cast<uint4*>(__cvta_shared_to_generic(to)) = *reinterpret_cast<const uint4*>(from);
-#endif
-}
 
 // The rows of x, dy and the gradient of the sum on their way through shared memory: kStages of
 // them, of which one is at hand and the others are being copied. Each lane has its own blocks of

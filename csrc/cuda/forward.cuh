@@ -1,6 +1,6 @@
 // The forward kernels. A row is read once and kept in registers, packed as it came; its moments are
 // taken in two passes over the registers; then it is normalised, scaled and stored.
-// norm_forward_kernel holds a row in the registers of one CTA, or of a cluster. Shorter rows are in
+// norm_forward_kernel holds a row in the registers of one CTA. Shorter rows are in
 // forward_flat.cuh, longer ones in forward_long.cuh. Included by launch_*.cu only; torch-free.
 #pragma once
 
@@ -8,6 +8,7 @@
 
 #include "core/norm_args.h"
 #include "core/row_source.h"
+#include "cuda/dependent_launch.cuh"
 #include "cuda/flexible.cuh"
 #include "cuda/row_access.cuh"
 #include "cuda/row_sum.cuh"
@@ -18,12 +19,12 @@ namespace fused_op::cuda {
 // Moments of what kLanes neighbouring lanes hold, valid in every lane: `count` elements, of which
 // `left` columns begin at this lane's first one (its vectors are kLanes apart). Elements past the
 // row's end are zero on entry and stay out of the deviations. `refined` takes a pass more for the
-// mean. spread(total) adds up what other warps hold of a group.
-template <typename Norm, typename Access, int kLanes, int kVectors, int N, typename T, typename A,
-          typename Spread>
-__device__ __forceinline__ Moments<A> group_moments(const Pack<T, N> (&row)[kVectors], int left,
-                                                    A count, A scale, bool refined,
-                                                    Spread&& spread) {
+// mean. spread(total) adds up what other warps hold of a group. row[i] is the Pack<T, N> of vector
+// i.
+template <typename Norm, typename Access, int kLanes, int kVectors, int N, typename T, typename Row,
+          typename A, typename Spread>
+__device__ __forceinline__ Moments<A> group_moments(const Row& row, int left, A count, A scale,
+                                                    bool refined, Spread&& spread) {
   Moments<A> moments{};
   // Σ of term(x - mean). Short chains of sums, one a vector: a long one lets the scheduler unpack
   // the whole row ahead of it, which takes twice the registers.
@@ -69,8 +70,8 @@ __device__ __forceinline__ Moments<A> group_moments(const Pack<T, N> (&row)[kVec
 template <typename Norm, typename Access, int kLanes, int kVectors, int N, typename T, typename A>
 __device__ __forceinline__ Moments<A> group_moments(const Pack<T, N> (&row)[kVectors], int left,
                                                     A count, A scale, bool refined) {
-  return group_moments<Norm, Access, kLanes>(row, left, count, scale, refined,
-                                             [](A total) { return total; });
+  return group_moments<Norm, Access, kLanes, kVectors, N, T>(row, left, count, scale, refined,
+                                                             [](A total) { return total; });
 }
 
 // Weight and bias of one vector.
@@ -169,10 +170,6 @@ __device__ __forceinline__ void write_row(const NormForwardArgs& args,
   }
 }
 
-template <typename Tile, typename A>
-using ForwardExchange =
-    std::conditional_t<Tile::kCluster, ClusterExchange<kMaxParts, A>, CtaExchange<kMaxCtaParts, A>>;
-
 // Where a thread of norm_forward_kernel stands.
 struct RowPlace {
   std::int64_t row;
@@ -188,8 +185,7 @@ struct RowPlace {
 // so that the common path pays for it neither in registers nor in length.
 template <typename W, typename Norm, typename Source, typename Access, typename Tile, typename A>
 __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const RowPlace& place,
-                                              Moments<A> moments,
-                                              ForwardExchange<Tile, A> exchange) {
+                                              Moments<A> moments, CtaExchange<A> exchange) {
   using T = typename Source::Element;
   constexpr int N = Source::kElements;
   constexpr int kLanes = Tile::kLanes;
@@ -223,8 +219,8 @@ __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const
         exchange.put(place.part, mine);
       }
       exchange.barrier();
-      refined = merge_parts<Norm::kCentered, ForwardExchange<Tile, A>::kMaxParts>(
-          exchange.parts, place.parts, cols, inverse_cols);
+      refined = merge_parts<Norm::kCentered, kMaxCtaParts>(exchange.parts, place.parts, cols,
+                                                           inverse_cols);
     }
     if (!trust && (attempt == 0 || overflowed(moments))) {
       moments = refined;
@@ -245,8 +241,7 @@ __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const
   }
 }
 
-// grid: enough CTAs for all rows; block: whole rows (one row if it takes more than one warp); with
-// Tile::kCluster, a cluster a row.
+// grid: enough CTAs for all rows; block: whole rows (one row if it takes more than one warp).
 template <typename W, typename Norm, typename Source, typename Access, typename Tile>
 __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThreads,
                                   ForwardBounds<W, Source, Access, Tile>::kCtasPerSm)
@@ -260,8 +255,7 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   constexpr int kWarpCols = kVectors * kLanes * N;
   constexpr int kPartCols = kWarpCols * Tile::kSpread;
   const int width = static_cast<int>(args.cols);  // a row that fits into registers is short
-  const bool one_warp =
-      !Tile::kCluster && Tile::kSpread == 1 && (Tile::kOneWarp || width <= kWarpCols);
+  const bool one_warp = Tile::kSpread == 1 && (Tile::kOneWarp || width <= kWarpCols);
   const int lane = threadIdx.x % kLanes;
   int parts_of_row = 1;
   int warp = 0;
@@ -272,17 +266,8 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
     parts_of_row = (width + kPartCols - 1) / kPartCols;
     warp = threadIdx.x / kWarpSize;
   }
-#if __CUDA_ARCH__ >= 900
-  if constexpr (Tile::kCluster) {
-    const auto cluster = cooperative_groups::this_cluster();
-    my_row /= cluster.num_blocks();
-    warp += static_cast<int>(cluster.block_rank() * (blockDim.x / kWarpSize));
-  }
-#endif
-  using Exchange = ForwardExchange<Tile, A>;
-  __shared__ WarpMoments<A> parts[Exchange::kMaxParts];
-  const Exchange exchange{parts};
-  exchange.begin();
+  __shared__ WarpMoments<A> parts[kMaxCtaParts];
+  const CtaExchange<A> exchange{parts};
   // Threads past the last row: whole warps end, some lanes of one shuffle along and store nothing.
   if (!Tile::kOneWarp && my_row >= args.rows) {
     return;
@@ -290,6 +275,7 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   const int live_width = my_row < args.rows ? width : 0;
   const std::int64_t row = my_row < args.rows ? my_row : args.rows - 1;
 
+  await_kernels_before();
   const Source source(args, row);
   const int first_col = (warp * kVectors * kLanes + lane) * N;
   const auto col_of = [&](int i) { return first_col + i * kLanes * N; };
@@ -314,7 +300,6 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   }
   const A cols = static_cast<A>(width);
   const A inverse_cols = reciprocal(cols);
-  // A cluster's last warps may have nothing.
   const int part = warp / Tile::kSpread;
   const bool leads = warp % Tile::kSpread == 0;
   const A count = static_cast<A>(max(min(width - part * kPartCols, kPartCols), 0));
@@ -334,16 +319,14 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
     }
     return total;
   };
-  Moments<A> moments =
-      group_moments<Norm, Access, kLanes>(packs, width - first_col, count, A(1), false, spread);
-  exchange.ready();
+  Moments<A> moments = group_moments<Norm, Access, kLanes, kVectors, N, T>(
+      packs, width - first_col, count, A(1), false, spread);
   if (parts_of_row > 1) {
-    if (part < parts_of_row && leads) {
+    if (leads) {
       exchange.put(part, {count, moments});
     }
     exchange.barrier();
-    moments =
-        merge_parts<Norm::kCentered, Exchange::kMaxParts>(parts, parts_of_row, cols, inverse_cols);
+    moments = merge_parts<Norm::kCentered, kMaxCtaParts>(parts, parts_of_row, cols, inverse_cols);
   }
   // The same decision in every thread of a row; rows that share a warp go together.
   if (!__all_sync(kAllLanes, trusted(moments, cols))) {

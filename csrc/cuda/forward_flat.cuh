@@ -5,6 +5,7 @@
 #pragma once
 
 #include "core/norm_args.h"
+#include "cuda/dependent_launch.cuh"
 #include "cuda/forward.cuh"
 #include "cuda/row_access.cuh"
 
@@ -24,6 +25,7 @@ __global__ void __launch_bounds__(kFlatThreads)
   const int rows = static_cast<int>(min(args.rows - first_row, std::int64_t{kFlatRows}));
   const int span = rows * width;
 
+  await_kernels_before();
   __shared__ Pack<T, N> packs[kFlatRows * kMaxCols / N];
   const T* const input = static_cast<const T*>(args.input.data) + first_row * width;
   for (int i = threadIdx.x; i * N < span; i += kFlatThreads) {

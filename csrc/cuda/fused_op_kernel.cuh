@@ -1,22 +1,26 @@
 // The kernels, in reading order:
 //
-//   row_access.cuh     how packs of a row are read and written
-//   row_tile.h         how a row is laid over threads, and which row length gets which layout
-//   row_sum.cuh        sums over the threads of a row
-//   flexible.cuh       rows whose dtypes, and whether elements are dropped, are known at run time
-//   forward.cuh        norm_forward_kernel
-//   forward_flat.cuh   rows shorter than a vector
-//   forward_long.cuh   rows of any length
-//   backward_stage.cuh how backward reads rows ahead
-//   backward.cuh       norm_backward_kernel
-//   backward_long.cuh  two kernels for the longest rows
-//   sum_partials.cuh   the last step of the parameter gradients
-//   launch.cuh         the launchers of one dtype pair, instantiated by launch_*.cu
+//   dependent_launch.cuh how a kernel is launched, and waits for those before it
+//   row_access.cuh       how packs of a row are read and written
+//   row_tile.h           how a row is laid over threads, and which row length gets which layout
+//   row_sum.cuh          sums over the threads of a row
+//   flexible.cuh         rows whose dtypes, and whether elements are dropped, are known at run time
+//   forward.cuh          norm_forward_kernel
+//   forward_flat.cuh     rows shorter than a vector
+//   cluster_exchange.cuh how the CTAs of a cluster tell each other sums
+//   forward_long.cuh     rows of any length
+//   backward_stage.cuh   how backward reads rows ahead
+//   backward.cuh         norm_backward_kernel
+//   backward_few.cuh     few rows
+//   backward_long.cuh    two kernels for the longest rows
+//   sum_partials.cuh     the last step of the parameter gradients
+//   launch.cuh           the launchers of one dtype pair, instantiated by launch_*.cu
 //
 // The formulas are in core/norm_math.h, what a row is made of in core/row_source.h. All torch-free.
 #pragma once
 
 #include "cuda/backward.cuh"
+#include "cuda/backward_few.cuh"
 #include "cuda/backward_long.cuh"
 #include "cuda/forward.cuh"
 #include "cuda/forward_flat.cuh"

@@ -1,4 +1,4 @@
-// The launchers of one dtype pair: tile, grid, shared memory, <<<>>>. Included by launch_*.cu only.
+// The launchers of one dtype pair: tile, grid, shared memory, launch. Included by launch_*.cu only.
 #pragma once
 
 #include <algorithm>
@@ -48,43 +48,44 @@ class AttributeOnce {
 // A dense argument, as rows.
 inline ConstRows dense(const void* data) { return {.data = data}; }
 
-// Whether rows that one CTA's registers cannot hold lie over a cluster, or are streamed; the bits
-// are the same. A cluster fills the GPU where rows are few, but its launch costs microseconds:
-// H200, bf16, streamed and in clusters, share of the copy limit, LayerNorm: 0.81 0.66 at
-// 4096x32768, 0.64 0.60 at 2048x65536, 0.57 0.54 at 1024x131072; RmsNorm: 0.87 0.77, 0.69 0.73,
-// 0.59 0.70. One row of 262144: 52 us and 7.
-template <typename Norm>
-bool in_cluster(const NormForwardArgs& args, std::int64_t vectors, const DeviceInfo& device) {
-  const std::int64_t warps = row_warps<ClusterTile>(vectors);
-  const bool few = args.rows < device.multiprocessors;
-  const bool better = !Norm::kCentered && warps >= 64 && warps <= 128;
-  return device.hopper && vectors <= kMaxClusterVectors && (few || better);
-}
-
-// A row a cluster: as few CTAs as hold it, or, where rows are few, as many as fill the GPU with
-// four warps or more each.
-template <typename Kernel>
-void launch_clusters(Kernel* kernel, AttributeOnce& large, const NormForwardArgs& args,
-                     std::int64_t vectors, const DeviceInfo& device, cudaStream_t stream) {
-  const std::int64_t warps = row_warps<ClusterTile>(vectors);
-  const std::int64_t least = ceil_div(warps, kMaxRowThreads / kWarpSize);
-  const std::int64_t most = std::max(least, std::min<std::int64_t>(kMaxCluster, warps / 4));
-  const std::int64_t wanted = std::clamp(ceil_div(device.multiprocessors, args.rows), least, most);
-  const std::int64_t cta_warps = ceil_div(warps, wanted);
-  const auto ctas = static_cast<unsigned>(ceil_div(warps, cta_warps));
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(args.rows) * ctas);
-  config.blockDim = dim3(static_cast<unsigned>(cta_warps * kWarpSize));
-  config.stream = stream;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {ctas, 1, 1};
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  if (ctas > 8) {  // more than every GPU with clusters has to offer
-    large.set(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, device);
+// Rows too long for registers. Over a cluster where the largest one can hold a row: as few CTAs as
+// do, or, where rows are few, as many as fill the GPU with four warps or more each.
+template <typename W, typename Norm, typename Source, typename Access>
+void launch_long_rows(const NormForwardArgs& args, std::int64_t vectors, cudaStream_t stream) {
+  const DeviceInfo& device = device_info();
+  const std::int64_t parts = ceil_div(vectors, kPartVectors);
+  constexpr std::size_t kSlot = sizeof(WarpMoments<Accumulator<typename Source::Element>>);
+  if constexpr (!Source::kFlexible) {
+    if (parts <= device.max_cluster * kClusterParts) {
+      const std::int64_t least = ceil_div(parts, kClusterParts);
+      const std::int64_t most =
+          std::max(least, std::min<std::int64_t>(device.max_cluster, parts / 4));
+      const std::int64_t wanted =
+          std::clamp(ceil_div(device.multiprocessors, args.rows), least, most);
+      const std::int64_t cta_parts = ceil_div(parts, wanted);
+      const auto ctas = static_cast<unsigned>(ceil_div(parts, cta_parts));
+      const std::int64_t warps = ceil_div(cta_parts, ceil_div(cta_parts, kClusterWarps));
+      const auto kernel = norm_forward_cluster_kernel<W, Norm, Source, Access>;
+      static AttributeOnce carveout, large;
+      carveout.set(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                   cudaSharedmemCarveoutMaxShared, device);
+      if (ctas > 8) {  // more than every GPU with clusters has to offer
+        large.set(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, device);
+      }
+      launch(kernel,
+             {.grid = static_cast<unsigned>(args.rows) * ctas,
+              .block = static_cast<unsigned>(warps * kWarpSize),
+              .shared_bytes = parts * kSlot + cta_parts * kPartVectors * kVectorBytes,
+              .cluster = ctas},
+             stream, args, static_cast<int>(cta_parts));
+      return;
+    }
   }
-  cudaLaunchKernelEx(&config, kernel, args);
+  launch(norm_forward_streamed_kernel<W, Norm, Source, Access>,
+         {.grid = static_cast<unsigned>(args.rows),
+          .block = kMaxRowThreads,
+          .shared_bytes = std::min<std::int64_t>(parts, kMaxParts) * kSlot},
+         stream, args);
 }
 
 // Whether the warps of a row take one vector a lane, not three or four: where rows are so few that
@@ -120,37 +121,28 @@ auto with_flat_cols(std::int64_t cols, Function&& function) {
 template <typename W, typename Norm, typename Source, typename Access>
 void launch_rows(const NormForwardArgs& args, cudaStream_t stream) {
   const std::int64_t vectors = ceil_div(args.cols, Source::kElements);
-  const auto launch = [&]<typename Tile>() {
+  const auto launch_tile = [&]<typename Tile>() {
     const int row_threads = Tile::kLanes * row_warps<Tile>(vectors);
     if constexpr (Tile::kLanes == kWarpSize && !Source::kFlexible) {
       if (in_spread<Tile>(args, vectors)) {
-        norm_forward_kernel<W, Norm, Source, Access, SpreadTile<Tile::kVectors>>
-            <<<static_cast<unsigned>(args.rows), row_threads * Tile::kVectors, 0, stream>>>(args);
+        launch(norm_forward_kernel<W, Norm, Source, Access, SpreadTile<Tile::kVectors>>,
+               {static_cast<unsigned>(args.rows), row_threads * Tile::kVectors}, stream, args);
         return;
       }
     }
     const int threads = row_threads <= kWarpSize ? 128 : row_threads;
     const auto grid = static_cast<unsigned>(ceil_div(args.rows, threads / row_threads));
-    norm_forward_kernel<W, Norm, Source, Access, Tile><<<grid, threads, 0, stream>>>(args);
+    launch(norm_forward_kernel<W, Norm, Source, Access, Tile>, {grid, threads}, stream, args);
   };
   constexpr bool kShort = Source::kSplit && !Source::kFlexible;  // at most kMaxSplitBytes
   if constexpr (kShort) {
-    with_short_forward_tile(vectors, launch);
+    with_short_forward_tile(vectors, launch_tile);
   } else if (vectors > (Source::kFlexible ? kMaxFlexibleVectors : kMaxForwardVectors)) {
-    if constexpr (!Source::kFlexible) {
-      if (in_cluster<Norm>(args, vectors, device_info())) {
-        static AttributeOnce large;
-        launch_clusters(norm_forward_kernel<W, Norm, Source, Access, ClusterTile>, large, args,
-                        vectors, device_info(), stream);
-        return;
-      }
-    }
-    norm_forward_streamed_kernel<W, Norm, Source, Access>
-        <<<static_cast<unsigned>(args.rows), kMaxRowThreads, 0, stream>>>(args);
+    launch_long_rows<W, Norm, Source, Access>(args, vectors, stream);
   } else if constexpr (Source::kFlexible) {
-    with_flexible_tile(vectors, launch);
+    with_flexible_tile(vectors, launch_tile);
   } else {
-    with_forward_tile(vectors, launch);
+    with_forward_tile(vectors, launch_tile);
   }
 }
 
@@ -167,9 +159,8 @@ cudaError_t launch_forward(const NormForwardArgs& args, cudaStream_t stream) {
       launch_rows<W, Norm, SplitRows<T>, VectorAccess>(args, stream);
     } else if (is_flat<T>(args)) {
       with_flat_cols<T>(args.cols, [&]<int kMaxCols>() {
-        norm_forward_flat_kernel<W, Norm, T, kMaxCols>
-            <<<static_cast<unsigned>(ceil_div(args.rows, kFlatRows)), kFlatThreads, 0, stream>>>(
-                args);
+        launch(norm_forward_flat_kernel<W, Norm, T, kMaxCols>,
+               {static_cast<unsigned>(ceil_div(args.rows, kFlatRows)), kFlatThreads}, stream, args);
       });
     } else {
       with_source<T>(args.residual, [&]<typename Source>() {
@@ -187,6 +178,7 @@ inline int most_dynamic_shared(const DeviceInfo& device) { return device.shared_
 
 // How a backward call is cut up; a function of its args and the device.
 struct BackwardPlan {
+  bool few;                  // norm_backward_few_kernel
   bool at_once;              // norm_backward_kernel; else row sums, then columns
   int row_threads;           // of one row in norm_backward_kernel
   int threads;               // of a CTA of it
@@ -195,6 +187,18 @@ struct BackwardPlan {
   std::size_t row_sums_bytes;
   std::size_t partials_bytes;
 };
+
+// Whether x and dy are so small that reading them twice is the shorter way. H200, bf16, us, partial
+// sums and norm_backward_few_kernel: 4.4 4.2 at 256x1024, 5.1 7.3 at 512x1024, 10.1 10.4 at
+// 512x4096.
+constexpr int kFewThreads = 256;
+constexpr std::int64_t kMaxFewRows = 256;
+constexpr std::int64_t kMaxFewBytes = 2 << 20;  // of x
+template <typename Source, typename Tile>
+bool is_few(const NormBackwardArgs& args) {
+  return !Tile::kOneWarp && !Source::kFlexible && !Source::kSplit && !Source::kDrops &&
+         args.rows <= kMaxFewRows && args.rows * args.cols * size_of(args.dtype) <= kMaxFewBytes;
+}
 
 template <typename W, typename Norm, typename Source, typename Access, typename Tile>
 BackwardPlan plan_backward(const NormBackwardArgs& args) {
@@ -220,6 +224,11 @@ BackwardPlan plan_backward(const NormBackwardArgs& args) {
     plan.at_once = vectors <= kMaxBackwardVectors &&
                    row_threads <= std::min(most_threads, threads_with(Shifted::kGroupBlocks));
   }
+  if (plan.at_once && is_few<Source, Tile>(args)) {
+    plan.few = true;
+    plan.threads = std::max(kFewThreads / row_threads, 1) * row_threads;
+    return plan;
+  }
   if (plan.at_once) {
     // One CTA where it holds all rows, and needs no partial sums then. Else a CTA for every
     // multiprocessor comes first, and then as many rows side by side as it holds.
@@ -235,14 +244,16 @@ BackwardPlan plan_backward(const NormBackwardArgs& args) {
                                         ceil_div(args.rows, plan.threads / row_threads));
   } else {
     const std::int64_t slabs = ceil_div(vectors, kColumnThreads);
-    plan.parts = std::clamp<std::int64_t>(ceil_div(device.multiprocessors * 8, slabs), 1,
-                                          std::min<std::int64_t>(args.rows, 65535));
-    plan.row_sums_bytes = static_cast<std::size_t>(args.rows) * sizeof(PullbackSums<A>);
+    // At least 16 rows a chunk: fewer cost less than partial sums and their addition.
+    plan.parts = std::clamp<std::int64_t>(device.multiprocessors * 8 / slabs, 1,
+                                          std::clamp<std::int64_t>(args.rows / 16, 1, 65535));
+    plan.row_sums_bytes =
+        static_cast<std::size_t>(args.rows) * row_pieces(vectors) * sizeof(PullbackSums<A>);
     plan.row_sums_bytes = (plan.row_sums_bytes + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
   }
   const bool wanted = args.grad_weight != nullptr || args.grad_bias != nullptr;
-  // A single CTA writes the gradients itself, but does not add to them.
-  if (wanted && (!plan.at_once || plan.parts > 1 || args.add_grads)) {
+  // A single part is the gradients already, but is not added to them.
+  if (wanted && (plan.parts > 1 || args.add_grads)) {
     plan.partials_bytes = static_cast<std::size_t>(plan.parts) * Norm::kGrads *
                           partial_stride<Source>(args.cols) * sizeof(A);
   }
@@ -259,9 +270,10 @@ auto with_backward_variant(const NormBackwardArgs& args, Function&& function) {
       });
     } else {
       const auto with_tile = [&]<typename Source, typename Access>() {
-        return with_backward_tile(ceil_div(args.cols, kVector<T>), [&]<typename Tile>() {
-          return function.template operator()<Norm, Source, Access, Tile>();
-        });
+        return with_backward_tile<!Source::kDrops>(
+            ceil_div(args.cols, kVector<T>), [&]<typename Tile>() {
+              return function.template operator()<Norm, Source, Access, Tile>();
+            });
       };
       if constexpr (sizeof(T) < 8) {
         if (args.dropout.active) {
@@ -292,22 +304,14 @@ std::size_t backward_workspace(const NormBackwardArgs& args) {
 }
 
 template <typename W, typename A>
-cudaError_t launch_sum_partials(const NormBackwardArgs& args, const A* partials, std::int64_t parts,
-                                int grads, std::int64_t stride, cudaStream_t stream) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(ceil_div(args.cols, kSumCols<A>)), grads);
-  config.blockDim = dim3(kSumLanes, kSumRows);
-  config.stream = stream;
-  // Its CTAs are placed while the last rows still run, and wait there for them.
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &overlap;
-  config.numAttrs = device_info().hopper ? 1 : 0;
+void launch_sum_partials(const NormBackwardArgs& args, const A* partials, std::int64_t parts,
+                         int grads, std::int64_t stride, cudaStream_t stream) {
   const ParameterGradients targets{
       {args.grad_weight, args.grad_bias}, args.param_dtype, args.add_grads};
-  return cudaLaunchKernelEx(&config, sum_partials_kernel<W, A>, partials, static_cast<int>(parts),
-                            grads, stride, args.cols, targets);
+  launch(sum_partials_kernel<W, A>,
+         {dim3(static_cast<unsigned>(ceil_div(args.cols, kSumCols<A>)), grads),
+          dim3(kSumLanes, kSumRows)},
+         stream, partials, static_cast<int>(parts), grads, stride, args.cols, targets);
 }
 
 template <typename T, typename W>
@@ -321,7 +325,21 @@ cudaError_t launch_backward(const NormBackwardArgs& args, cudaStream_t stream) {
             plan.partials_bytes == 0
                 ? nullptr
                 : reinterpret_cast<A*>(static_cast<char*>(args.workspace) + plan.row_sums_bytes);
-        if (plan.at_once) {
+        constexpr bool kFew =
+            !Tile::kOneWarp && !Source::kFlexible && !Source::kSplit && !Source::kDrops;
+        if (kFew && plan.few) {
+          if constexpr (kFew) {
+            const dim3 block(plan.row_threads, plan.threads / plan.row_threads);
+            const bool dx = args.grad_input.data != nullptr;
+            const bool columns = args.grad_weight != nullptr || args.grad_bias != nullptr;
+            const std::int64_t row_ctas = dx ? ceil_div(args.rows, block.y) : 0;
+            const std::int64_t slabs =
+                columns ? ceil_div(args.cols, kSlabLanes * Source::kElements) : 0;
+            launch(norm_backward_few_kernel<W, Norm, Source, Access, (Tile::kVectors > 2 ? 4 : 2)>,
+                   {static_cast<unsigned>(row_ctas + slabs), block}, stream, args,
+                   static_cast<int>(row_ctas), Tile::kVectors);
+          }
+        } else if (plan.at_once) {
           const auto kernel = norm_backward_kernel<W, Norm, Source, Access, Tile>;
           static AttributeOnce most_shared;
           most_shared.set(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -337,23 +355,23 @@ cudaError_t launch_backward(const NormBackwardArgs& args, cudaStream_t stream) {
                                 bytes(args.grad_sum.stride, args.grad_sum.dtype)},
                                bytes(args.cols, args.dtype),
                                args.x.split.inner != 0 || args.grad_output.split.inner != 0};
-          kernel<<<static_cast<unsigned>(plan.parts), block, plan.shared_bytes, stream>>>(
-              args, steps, partials);
+          launch(kernel, {static_cast<unsigned>(plan.parts), block, plan.shared_bytes}, stream,
+                 args, steps, partials);
         } else if constexpr (Source::kFlexible || !Source::kSplit) {  // those are short
-          const auto slabs = static_cast<unsigned>(
-              ceil_div(ceil_div(args.cols, Source::kElements), kColumnThreads));
-          norm_backward_row_sums_kernel<W, Norm, Source, Access>
-              <<<static_cast<unsigned>(args.rows), kMaxRowThreads, 0, stream>>>(args, row_sums);
-          norm_backward_columns_kernel<W, Norm, Source, Access>
-              <<<dim3(slabs, static_cast<unsigned>(plan.parts)), kColumnThreads, 0, stream>>>(
-                  args, row_sums, partials);
+          const std::int64_t vectors = ceil_div(args.cols, Source::kElements);
+          const auto slabs = static_cast<unsigned>(ceil_div(vectors, kColumnThreads));
+          launch(norm_backward_row_sums_kernel<W, Norm, Source, Access>,
+                 {static_cast<unsigned>(args.rows) * row_pieces(vectors), kMaxRowThreads}, stream,
+                 args, row_sums);
+          launch(norm_backward_columns_kernel<W, Norm, Source, Access>,
+                 {dim3(slabs, static_cast<unsigned>(plan.parts)), kColumnThreads}, stream, args,
+                 row_sums, partials);
         }
-        const cudaError_t launched = cudaGetLastError();
-        if (launched != cudaSuccess || partials == nullptr) {
-          return launched;
+        if (partials != nullptr) {
+          launch_sum_partials<W>(args, partials, plan.parts, Norm::kGrads,
+                                 partial_stride<Source>(args.cols), stream);
         }
-        return launch_sum_partials<W>(args, partials, plan.parts, Norm::kGrads,
-                                      partial_stride<Source>(args.cols), stream);
+        return cudaGetLastError();
       });
 }
 

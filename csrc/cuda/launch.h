@@ -18,6 +18,7 @@ struct DeviceInfo {
   int multiprocessors;
   int shared_bytes;  // of one CTA, opted in
   bool hopper;       // sm_90 or newer: clusters, programmatic dependent launch
+  int max_cluster;   // CTAs of a cluster; 0 before sm_90
 };
 const DeviceInfo& device_info();  // of the current device; read once per process
 

@@ -7,6 +7,23 @@
 
 namespace fused_op::cuda {
 
+// An address in shared memory, opaque, so that it stays in its register: the compiler would make it
+// anew, in five instructions, for each copy.
+__device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
+  auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
+  asm volatile("" : "+r"(address));
+  return address;
+}
+// Copies 16 bytes past the L1 cache; __pipeline_commit and __pipeline_wait_prior count them. Before
+// sm_80 the thread copies them itself.
+__device__ __forceinline__ void copy_async(std::uint32_t to, std::uintptr_t from) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#else
+  *static_cast<uint4*>(__cvta_shared_to_generic(to)) = *reinterpret_cast<const uint4*>(from);
+#endif
+}
+
 // 16 bytes of shared memory.
 __device__ __forceinline__ void load_shared(std::uint32_t address, std::uint32_t* words) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

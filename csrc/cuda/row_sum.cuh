@@ -3,8 +3,6 @@
 // same bits wherever it stands. Device code only; torch-free.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include "core/norm_math.h"
 #include "cuda/row_tile.h"
 
@@ -62,92 +60,59 @@ __device__ __forceinline__ WarpMoments<A> append(const WarpMoments<A>& so_far,
            a.second + b.second + difference * step * so_far.count}};
 }
 
-// Merges what lane i of every kParts neighbouring lanes holds for part i of a row (lanes without a
-// part hold count 0; lane 0 has one). Means are only ever compared with the first part's mean: no
-// cancellation, and a constant row stays exactly constant.
-template <bool kCentered, int kParts, typename A>
-__device__ __forceinline__ Moments<A> merge_moments(const WarpMoments<A>& part, A cols,
-                                                    A inverse_cols) {
+// Merges `count` parts, `parts[0]` among them; valid in every lane. Of every kLanes neighbouring
+// lanes, lane i takes every kLanes-th part. Means are only ever compared with the first part's
+// mean: no cancellation, and a constant row stays exactly constant.
+template <bool kCentered, int kMaxParts, typename A>
+__device__ __forceinline__ Moments<A> merge_parts(const WarpMoments<A>* parts, int count, A cols,
+                                                  A inverse_cols) {
+  constexpr int kLanes = kMaxParts < kWarpSize ? kMaxParts : kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  // The sum over all parts. Up to kLanes of them, there is one a lane, and no loop.
+  const auto sum = [&](auto&& term) {
+    A total = lane < count ? term(parts[lane]) : A(0);
+    if constexpr (kMaxParts > kLanes) {
+#pragma unroll 2
+      for (int part = lane + kLanes; part < count; part += kLanes) {
+        total += term(parts[part]);
+      }
+    }
+    return lane_sum<kLanes>(total);
+  };
   Moments<A> merged{};
-  A deviation = 0;
-  if constexpr (kCentered) {
-    const A pivot = __shfl_sync(kAllLanes, part.moments.mean, 0, kParts);
-    deviation = part.count > A(0) ? part.moments.mean - pivot + part.moments.rest : A(0);
-    const A step = lane_sum<kParts>(part.count * deviation) * inverse_cols;
+  if constexpr (!kCentered) {
+    merged.second = sum([](const WarpMoments<A>& part) { return part.moments.second; });
+  } else {
+    const A pivot = parts[0].moments.mean;
+    const auto deviation = [](const WarpMoments<A>& part, A from) {
+      return part.moments.mean - from + part.moments.rest;
+    };
+    const A step = sum([&](const WarpMoments<A>& part) {
+                     return part.count > A(0) ? part.count * deviation(part, pivot) : A(0);
+                   }) *
+                   inverse_cols;
     merged.mean = pivot + step;
     merged.rest = step - (merged.mean - pivot);
-    deviation = part.count > A(0) ? part.moments.mean - merged.mean + part.moments.rest : A(0);
-  }
-  merged.second = lane_sum<kParts>(part.moments.second + part.count * deviation * deviation);
-  if constexpr (kCentered) {
+    merged.second = sum([&](const WarpMoments<A>& part) {
+      const A distance = part.count > A(0) ? deviation(part, merged.mean) : A(0);
+      return part.moments.second + part.count * distance * distance;
+    });
     merged.second -= cols * merged.rest * merged.rest;
   }
   return merged;
 }
 
-// The moments of a row of `warps` parts; valid in every lane.
-template <bool kCentered, int kMaxParts, typename A>
-__device__ __forceinline__ Moments<A> merge_parts(const WarpMoments<A>* parts, int warps, A cols,
-                                                  A inverse_cols) {
-  constexpr int kLanes = kMaxParts < kWarpSize ? kMaxParts : kWarpSize;
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  WarpMoments<A> mine = lane < warps ? parts[lane] : WarpMoments<A>{};
-  if constexpr (kMaxParts > kWarpSize) {
-#pragma unroll 1
-    for (int part = lane + kWarpSize; part < warps; part += kWarpSize) {
-      mine = append(mine, parts[part]);
-    }
-  }
-  return merge_moments<kCentered, kLanes>(mine, cols, inverse_cols);
-}
-
-// How the warps of a row exchange their parts. The parts are merged in an order that depends on
-// their number alone, and alike in both, since a part of no elements adds nothing.
-//
-// Through the shared memory of their CTA:
-template <int kMaxParts_, typename A>
+// How the warps of a CTA exchange the parts of a row. (Those of a cluster: cluster_exchange.cuh.)
+template <typename A>
 struct CtaExchange {
-  static constexpr int kMaxParts = kMaxParts_;
-  WarpMoments<A>* parts;  // [kMaxParts] in shared memory
+  WarpMoments<A>* parts;  // in shared memory
 
-  __device__ __forceinline__ void begin() const {}
-  __device__ __forceinline__ void ready() const {}
   __device__ __forceinline__ void barrier() const { __syncthreads(); }
-  __device__ __forceinline__ void put(int warp, const WarpMoments<A>& mine) const {
+  __device__ __forceinline__ void put(int part, const WarpMoments<A>& mine) const {
     if (threadIdx.x % kWarpSize == 0) {
-      parts[warp] = mine;
+      parts[part] = mine;
     }
   }
-};
-
-// Through the shared memory of every CTA of their cluster. That of another CTA exists once it runs:
-// between begin() and ready() there may be work that needs none of it.
-template <int kMaxParts_, typename A>
-struct ClusterExchange {
-  static constexpr int kMaxParts = kMaxParts_;
-  WarpMoments<A>* parts;
-
-#if __CUDA_ARCH__ >= 900
-  __device__ __forceinline__ void begin() const {
-    cooperative_groups::cluster_group::barrier_arrive();
-  }
-  __device__ __forceinline__ void ready() const {
-    cooperative_groups::cluster_group::barrier_wait();
-  }
-  __device__ __forceinline__ void barrier() const { cooperative_groups::cluster_group::sync(); }
-  __device__ __forceinline__ void put(int warp, const WarpMoments<A>& mine) const {
-    const auto cluster = cooperative_groups::this_cluster();
-    const unsigned lane = threadIdx.x % kWarpSize;
-    if (lane < cluster.num_blocks()) {
-      *cluster.map_shared_rank(parts + warp, lane) = mine;
-    }
-  }
-#else  // never launched: rows are streamed instead
-  __device__ __forceinline__ void begin() const {}
-  __device__ __forceinline__ void ready() const {}
-  __device__ __forceinline__ void barrier() const {}
-  __device__ __forceinline__ void put(int, const WarpMoments<A>&) const {}
-#endif
 };
 
 }  // namespace fused_op::cuda

@@ -12,18 +12,15 @@
 
 namespace fused_op::cuda {
 
+constexpr int kMaxRowThreads = 512;
+
 template <int kLanes_, int kVectors_>
 struct RowTile {
   static constexpr int kLanes = kLanes_;
   static constexpr int kVectors = kVectors_;
-  static constexpr bool kOneWarp = kLanes < 32;  // several rows to a warp
-  static constexpr bool kCluster = false;
-  static constexpr int kSpread = 1;  // warps that share what one would hold
-};
-
-// Forward, sm_90: the warps of a row are those of a cluster.
-struct ClusterTile : RowTile<32, 4> {
-  static constexpr bool kCluster = true;
+  static constexpr bool kOneWarp = kLanes < 32;       // several rows to a warp
+  static constexpr int kSpread = 1;                   // warps that share what one would hold
+  static constexpr int kCtaThreads = kMaxRowThreads;  // backward
 };
 
 // Forward of few rows: RowTile<32, kSpread> with a warp for each of the vectors. They exchange
@@ -43,14 +40,15 @@ FUSED_OP_HD constexpr int row_warps(std::int64_t vectors) {
 
 // Forward: a CTA holds one row, or several rows of one warp at most. Registers are capped so that
 // many CTAs are resident: loads of one overlap the arithmetic of the others. No cap may spill.
-constexpr int kMaxRowThreads = 512;
-constexpr std::int64_t kMaxForwardVectors = kMaxRowThreads * 4;  // of a row in one CTA
-// Longer rows are read twice by one CTA, or lie over the CTAs of a cluster (sm_90), at most
-// kMaxCluster of them.
-constexpr int kMaxCluster = 16;
-constexpr int kMaxCtaParts = kMaxRowThreads / 32;  // warps
-constexpr int kMaxParts = kMaxCtaParts * kMaxCluster;
-constexpr std::int64_t kMaxClusterVectors = kMaxForwardVectors * kMaxCluster;
+constexpr std::int64_t kMaxForwardVectors = kMaxRowThreads * 4;  // of a row in registers
+constexpr int kMaxCtaParts = kMaxRowThreads / 32;                // warps
+// The warps take longer rows in parts of kPartVectors, which lie in the shared memory of a
+// cluster's CTAs (sm_90), or are read twice. Parts kMaxParts apart share a slot.
+constexpr int kPartVectors = 32 * 4;
+constexpr int kClusterWarps = 8;                  // of a CTA, at most
+constexpr int kClusterParts = 2 * kClusterWarps;  // of a CTA, at most
+constexpr int kMaxCluster = 16;                   // CTAs
+constexpr int kMaxParts = kClusterParts * kMaxCluster;
 template <typename W, typename Source, typename Access, typename Tile>
 struct ForwardBounds {
   static constexpr int kElement = sizeof(typename Source::Element);
@@ -106,14 +104,22 @@ auto with_flexible_tile(std::int64_t vectors, Function&& function) {
 // which the parameter gradients take up to 64.
 constexpr std::int64_t kMaxBackwardVectors = kMaxRowThreads * 4;
 
+// Two vectors a lane in more threads, of which each remakes what it has no registers to keep.
+struct WideTile : RowTile<32, 2> {
+  static constexpr int kCtaThreads = 640;
+};
+constexpr int kMaxBackwardWarps = WideTile::kCtaThreads / 32;
+
 // How good `per_lane` vectors a lane are for rows of `vectors`: the share of a CTA's lanes that
 // have work, less where only one row fits, since its barriers then stop the whole multiprocessor,
 // and less where a thread has too much to keep the row in registers.
-constexpr std::int64_t backward_merit(std::int64_t vectors, int per_lane) {
-  const std::int64_t warps = (vectors + 32 * per_lane - 1) / (32 * per_lane);
-  const std::int64_t rows = kMaxRowThreads / 32 / warps;
-  return rows * vectors * (rows == 1 ? 9 : 10) * (per_lane == 2 ? 4 : 3) *
-         (12 / per_lane);  // 12: divisible by 2, 3, 4
+template <typename Tile>
+constexpr std::int64_t backward_merit(std::int64_t vectors) {
+  constexpr int kThreads = Tile::kCtaThreads;
+  constexpr bool kKeeps = Tile::kVectors == 2 && kThreads == kMaxRowThreads;
+  const std::int64_t rows = kThreads / 32 / row_warps<Tile>(vectors);
+  return rows * vectors * (rows == 1 ? 9 : 10) * (kKeeps ? 4 : 3) *
+         (12 * 10240 / kThreads / Tile::kVectors);  // divisible by all of them
 }
 
 // The tiles of rows up to kMaxSplitBytes.
@@ -127,16 +133,25 @@ auto with_short_backward_tile(std::int64_t vectors, Function&& function) {
   return function.template operator()<RowTile<32, 1>>();
 }
 
-template <typename Function>
+// kWide: with the WideTile, for which dropout has no registers.
+template <bool kWide, typename Function>
 auto with_backward_tile(std::int64_t vectors, Function&& function) {
   if (vectors <= 32) return with_short_backward_tile(vectors, function);
   // The fewest vectors a lane of equal merit: two keep the weight in registers too. H200, bf16,
   // share of the limit with 2, 3, 4 vectors: 0.91 0.70 0.82 at 131072x1024, 0.62 0.80 0.89 at
-  // 26214x5120, 0.80 0.75 0.84 at 16384x8192.
-  const std::int64_t two = backward_merit(vectors, 2);
-  const std::int64_t three = backward_merit(vectors, 3);
-  const std::int64_t four = backward_merit(vectors, 4);
-  if (two >= three && two >= four) return function.template operator()<RowTile<32, 2>>();
+  // 26214x5120, 0.80 0.75 0.84 at 16384x8192. Three or four make loops of 13 KiB and more of
+  // instructions, whose place in memory alone makes a difference of a tenth: 0.83 to 0.91 at
+  // 26214x5120, where the WideTile had 0.93 each time.
+  const std::int64_t two = backward_merit<RowTile<32, 2>>(vectors);
+  const std::int64_t wide = kWide ? backward_merit<WideTile>(vectors) : 0;
+  const std::int64_t three = backward_merit<RowTile<32, 3>>(vectors);
+  const std::int64_t four = backward_merit<RowTile<32, 4>>(vectors);
+  if (two >= wide && two >= three && two >= four) {
+    return function.template operator()<RowTile<32, 2>>();
+  }
+  if constexpr (kWide) {
+    if (wide >= three && wide >= four) return function.template operator()<WideTile>();
+  }
   if (three >= four) return function.template operator()<RowTile<32, 3>>();
   return function.template operator()<RowTile<32, 4>>();
 }

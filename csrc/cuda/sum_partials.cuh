@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/pack.h"
+#include "cuda/dependent_launch.cuh"
 #include "cuda/flexible.cuh"
 #include "cuda/row_access.cuh"
 
@@ -35,9 +36,7 @@ __global__ void __launch_bounds__(kSumLanes* kSumRows, 4)
   const std::int64_t col = first_col + threadIdx.x * N;
   const std::int64_t row = grads * stride;
   const A* from = partials + threadIdx.y * row + blockIdx.y * stride + col;
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
+  await_kernels_before();
   A sum[N] = {};
   if (col < stride) {
     constexpr int kAtOnce = 9;  // loads in flight: all of them, for 132 parts

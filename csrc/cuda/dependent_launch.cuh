@@ -1,0 +1,51 @@
+// Programmatic dependent launch (sm_90): the CTAs of a kernel are placed while those of the kernel
+// before it in the stream still run, and wait there until all it wrote is there. What a launch
+// costs between two kernels, about a microsecond, is hidden. H200, bf16, forward, us of one call
+// after the other without and with it: 1.6 1.1 at 1x1024, 2.4 1.7 at 64x1024, 11.9 11.0 at
+// 8192x1024. Torch-free.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/launch.h"
+
+namespace fused_op::cuda {
+
+// Every kernel calls it before it touches global memory: to read, since the kernel before wrote
+// what it reads, and to write, since that may still read what it overwrites. In each grid some
+// thread calls it, so that the end of a kernel is the end of all before it.
+__device__ __forceinline__ void await_kernels_before() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();  // the next kernel may be placed, and waits
+#endif
+}
+
+struct LaunchShape {
+  dim3 grid;
+  dim3 block;
+  std::size_t shared_bytes = 0;
+  unsigned cluster = 1;  // CTAs
+};
+
+// kernel<<<grid, block, shared_bytes, stream>>>(args...) with that. Errors are those of
+// cudaGetLastError.
+template <typename... Params, typename... Args>
+void launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t stream,
+            const Args&... args) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {shape.cluster, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid;
+  config.blockDim = shape.block;
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = !device_info().hopper ? 0 : shape.cluster > 1 ? 2 : 1;
+  cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+}  // namespace fused_op::cuda

@@ -42,7 +42,7 @@ __device__ __forceinline__ PullbackSums<A> row_sum(PullbackSums<A> sums, Pullbac
     row_barrier(team, warps * kWarpSize);
     if constexpr (kSerial) {
       sums = {};
-#pragma unroll 1
+#pragma unroll 4
       for (; warps > 0; --warps, ++parts) {
         sums.wdy_xhat += parts->wdy_xhat;
         sums.wdy += parts->wdy;
@@ -215,8 +215,9 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
         }
       }
     }
+    constexpr bool kShort = Source::kDrops && Norm::kCentered;  // of registers
     // Two buffers in turn: one barrier a row is enough.
-    sums = row_sum<Norm, kLanes, Tile::kCtaThreads / kWarpSize, Source::kDrops>(
+    sums = row_sum<Norm, kLanes, Tile::kCtaThreads / kWarpSize, kShort>(
         sums, parts[parity] + team * warps, team, warp, warps);
     parity ^= 1;
     if (args.grad_input.data != nullptr || (kTwoGradients && args.grad_residual.data != nullptr)) {

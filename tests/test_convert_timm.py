@@ -29,7 +29,9 @@ REASONS = {
     "BatchNorm2d": r"has buffers \(running_mean, running_var, num_batches_tracked\)",
     "GlobalResponseNorm": r"forward of rows \[7, \d+\] raises IndexError: Dimension out of range",
     "GroupNorm": r"differs from layer_norm over the last 1 dimension",
-    "GroupNorm1": r"forward of rows \[2, 5, \d+\] raises RuntimeError: Expected weight to be",
+    # The second on a GPU, whose kernel does not look at the shape
+    "GroupNorm1": r"forward of rows \[2, 5, \d+\] raises RuntimeError: Expected weight to be"
+    r"|differs from layer_norm over the last 1 dimension",
     "LayerNorm2d": FIRST_CHANNELS,
     "LayerNorm2dFp32": FIRST_CHANNELS,
     "LayerNormExp2d": FIRST_CHANNELS,

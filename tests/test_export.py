@@ -5,6 +5,7 @@ code, a saved program or an AOTInductor package cannot call. tests/test_compile.
 graphs.
 """
 
+import faulthandler
 import io
 
 import pytest
@@ -141,10 +142,20 @@ def test_training_of_an_exported_program_is_refused(device):
 
 
 def test_aot_inductor_package(device, tmp_path):
-    """Catches an op that runs from Python alone: the package calls it from C++."""
+    """Catches an op that runs from Python alone: the package calls it from C++. In a process of its
+    own, since what it does wrong there ends the process."""
+    context = torch.multiprocessing.get_context("spawn")
+    child = context.Process(target=check_package, args=(device, str(tmp_path / "model.pt2")))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+def check_package(device: str, path: str) -> None:
+    faulthandler.enable()
     program = exported(device)
-    path = str(tmp_path / "model.pt2")
-    torch._inductor.aoti_compile_and_package(program, package_path=path)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        torch._inductor.aoti_compile_and_package(program, package_path=path)
     compiled = torch._inductor.aoti_load_package(path)
     for rows in (9, 2):
         x = torch.randn(rows, 3, 16, device=device)

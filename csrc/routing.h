@@ -24,8 +24,7 @@ namespace fused_op {
 
 namespace py = pybind11;
 
-// What fused_op_cuda.norm() leaves to Python, as the int that it returns. functional.py has the
-// same list.
+// What fused_op_cuda.norm() leaves to Python, as the int that it returns.
 enum Route : int {
   kAutograd = 0,   // plain, and a gradient is needed
   kDispatch = 1,   // not plain

@@ -1,10 +1,12 @@
 // Every formula of the library, once for both backends.
 //
-//   LayerNorm  x̂ = (x - mean) · rstd    rstd = 1 / √(Σ(x - mean)²/cols + eps)    y = x̂·weight +
-//   bias RMSNorm    x̂ = x · rstd             rstd = 1 / √(Σx²/cols + eps)             y = x̂·weight
+//   LayerNorm  x̂ = (x - mean) · rstd,  rstd = 1 / √(Σ(x - mean)²/cols + eps),  y = x̂·weight + bias
+//
+//   RMSNorm    x̂ = x · rstd,           rstd = 1 / √(Σx²/cols + eps),           y = x̂·weight
 //
 // Backward, with wdy = dy·weight:
-//   LayerNorm  dx = rstd · (wdy - Σwdy/cols - x̂·Σ(wdy·x̂)/cols)    RMSNorm: without the middle term
+//   dx = rstd · (wdy - Σwdy/cols - x̂·Σ(wdy·x̂)/cols),  RMSNorm without the middle term
+//
 //   dweight = Σ over rows of dy·x̂,  dbias = Σ over rows of dy
 //
 // Sources: Ba, Kiros & Hinton 2016 (arXiv:1607.06450); Zhang & Sennrich 2019 (arXiv:1910.07467);

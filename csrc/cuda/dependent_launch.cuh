@@ -44,7 +44,7 @@ void launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t st
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = !device_info().hopper ? 0 : shape.cluster > 1 ? 2 : 1;
+  config.numAttrs = !device_info().sm_90 ? 0 : shape.cluster > 1 ? 2 : 1;
   cudaLaunchKernelEx(&config, kernel, args...);
 }
 

@@ -23,7 +23,7 @@ DeviceInfo read_device_info(int device) {
   cudaDeviceGetAttribute(&info.multiprocessors, cudaDevAttrMultiProcessorCount, device);
   cudaDeviceGetAttribute(&info.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  info.hopper = major >= 9;
+  info.sm_90 = major >= 9;
   info.max_cluster = major == 9 || major == 10 ? 16 : major > 10 ? 8 : 0;
   return info;
 }

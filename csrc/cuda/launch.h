@@ -17,7 +17,7 @@ struct DeviceInfo {
   int index;
   int multiprocessors;
   int shared_bytes;  // of one CTA, opted in
-  bool hopper;       // sm_90 or newer: clusters, programmatic dependent launch
+  bool sm_90;        // or newer: clusters, programmatic dependent launch
   int max_cluster;   // CTAs of a cluster; 0 before sm_90
 };
 const DeviceInfo& device_info();  // of the current device; read once per process

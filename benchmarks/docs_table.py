@@ -2,7 +2,8 @@
 
 As `readme_table` does for README.md, from the newest GPU result if no FILE is given: all shapes
 into docs/performance.md, and into docs/add_your_own_op.md what the compiler does as well or
-better. `--check` fails if a page had another text.
+better. What the examples printed goes to examples/README.md, where there is a result of
+`benchmarks.examples`. `--check` fails if a page had another text.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .peers import OURS
-from .readme_table import newest, origin, problem, replace_between
-from .report import ROOT, best_peer
+from .readme_table import newest, newest_in, origin, problem, replace_between
+from .report import RESULTS, ROOT, best_peer
 
 COMPILER = "torch.compile"
+EXAMPLES = RESULTS / "examples"
 _SHOWN = 8  # of the calls at which the compiler wins
 
 
@@ -111,13 +113,25 @@ def write(result: dict[str, Any], path: Path, docs: Path = ROOT / "docs") -> boo
     return any(changed)
 
 
+def write_examples(page: Path = ROOT / "examples/README.md", folder: Path = EXAMPLES) -> bool:
+    """Write what the examples printed; whether the page had another text."""
+    path = newest_in(folder)
+    if path is None:
+        return False
+    result = json.loads(path.read_text())
+    source = origin(result, path.resolve()).replace("](", "](../")
+    blocks = [f"`{name}`:\n\n```text\n{text}\n```" for name, text in result["printed"].items()]
+    return replace_between(page, "examples", "\n\n".join([source, *blocks]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.docs_table", description=__doc__)
     parser.add_argument("file", nargs="?", type=Path, help="default: the newest result")
     parser.add_argument("--check", action="store_true", help="fail if a page had another text")
     options = parser.parse_args()
     path = (options.file or newest()).resolve()
-    if write(json.loads(path.read_text()), path) and options.check:
+    changed = write(json.loads(path.read_text()), path)
+    if (write_examples() or changed) and options.check:
         sys.exit("docs/ did not show the figures of the result file; it does now")
 
 

@@ -82,6 +82,7 @@ def test_tables_come_from_the_results(tmp_path: Path) -> None:
     path = readme_table.newest()
     changed = docs_table.write(json.loads(path.read_text()), path.resolve(), tmp_path)
     assert not changed, "run python -m benchmarks.docs_table"
+    assert not docs_table.write_examples(), "the same"
     for page in pages:  # each figure is between markers
         text = (ROOT / "docs" / page).read_text()
         by_hand = re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", "", text, flags=re.S)
@@ -196,3 +197,17 @@ def test_citation_has_the_version_of_the_package() -> None:
     (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
     assert cited == version
+
+
+def test_examples_page_shows_what_they_printed(tmp_path: Path) -> None:
+    """Catches a recorded run that never reaches the page, or reaches it with a dead link."""
+    page = tmp_path / "README.md"
+    shutil.copy(ROOT / "examples/README.md", page)
+    environment = json.loads(readme_table.newest().read_text())["environment"]
+    results = tmp_path / "results"
+    results.mkdir()
+    result = {"environment": environment, "printed": {"square": "us a call 1.5"}}
+    (results / "gpu.json").write_text(json.dumps(result))
+    assert docs_table.write_examples(page, results)
+    assert "`square`:\n\n```text\nus a call 1.5\n```" in page.read_text()
+    assert not docs_table.write_examples(page, results)

@@ -206,7 +206,11 @@ struct ClusterBounds {
   static constexpr int kThreads = kClusterWarps * kWarpSize;
   // As many as registers and shared memory allow: the bytes on their way. (2048x65536, bf16, H200,
   // RmsNorm, share of the limit with four, five: 0.82, 0.86.)
+#if __CUDA_ARCH__ >= 900
   static constexpr int kCtasPerSm = sizeof(T) == 8 || !kCopied ? 2 : Norm::kCentered ? 4 : 5;
+#else
+  static constexpr int kCtasPerSm = 1;  // of an empty kernel
+#endif
 };
 
 // A cluster a row. Dynamic shared memory: the moments of the row's parts, then this CTA's share of

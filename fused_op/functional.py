@@ -115,8 +115,19 @@ def fused_layer_norm(
         else count_normalized("fused_layer_norm", input, normalized_shape)
     )
     output: Tensor = _norm(
-        *("layer_norm", input, None, weight, bias, eps, ndim, zero_centered, dropout_p, training),
-        *(out_dtype, None, memory_efficient),
+        "layer_norm",
+        input,
+        None,
+        weight,
+        bias,
+        eps,
+        ndim,
+        zero_centered,
+        dropout_p,
+        training,
+        out_dtype,
+        None,
+        memory_efficient,
     )
     return output
 
@@ -173,8 +184,19 @@ def fused_rms_norm(
     )
     eps = rms_eps("fused_rms_norm", input, eps)
     output: Tensor = _norm(
-        *("rms_norm", input, None, weight, None, eps, ndim, zero_centered, dropout_p, training),
-        *(out_dtype, None, memory_efficient),
+        "rms_norm",
+        input,
+        None,
+        weight,
+        None,
+        eps,
+        ndim,
+        zero_centered,
+        dropout_p,
+        training,
+        out_dtype,
+        None,
+        memory_efficient,
     )
     return output
 
@@ -238,19 +260,18 @@ def fused_add_layer_norm(
         else count_normalized("fused_add_layer_norm", input, normalized_shape)
     )
     outputs: tuple[Tensor, Tensor] = _norm(
-        *(
-            "layer_norm",
-            input,
-            residual,
-            weight,
-            bias,
-            eps,
-            ndim,
-            zero_centered,
-            dropout_p,
-            training,
-        ),
-        *(out_dtype, residual_dtype),
+        "layer_norm",
+        input,
+        residual,
+        weight,
+        bias,
+        eps,
+        ndim,
+        zero_centered,
+        dropout_p,
+        training,
+        out_dtype,
+        residual_dtype,
     )
     return outputs
 
@@ -309,8 +330,18 @@ def fused_add_rms_norm(
     )
     eps = rms_eps("fused_add_rms_norm", input, eps)
     outputs: tuple[Tensor, Tensor] = _norm(
-        *("rms_norm", input, residual, weight, None, eps, ndim, zero_centered, dropout_p, training),
-        *(out_dtype, residual_dtype),
+        "rms_norm",
+        input,
+        residual,
+        weight,
+        None,
+        eps,
+        ndim,
+        zero_centered,
+        dropout_p,
+        training,
+        out_dtype,
+        residual_dtype,
     )
     return outputs
 
@@ -367,9 +398,10 @@ class _NormFunction(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         rng_state: Tensor | None,
-        *call: Any,
+        *call: Any,  # a Call, or, for dynamo, what it is made of
     ) -> Any:
-        output, sum = _forward(ctx, input, residual, weight, bias, rng_state, Call(*call))
+        made = call[0] if len(call) == 1 else Call(*call)
+        output, sum = _forward(ctx, input, residual, weight, bias, rng_state, made)
         return output if residual is None else (output, sum)
 
     @staticmethod
@@ -506,19 +538,42 @@ def _norm(
     """Take one of the routes. ``normalized_ndim`` 0 stands for the default of normalized_shape."""
     if type(eps) is not float:
         eps = as_float(op_name(norm, residual), "eps", eps)
-    if type(zero_centered) is not bool or type(training) is not bool:
+    if zero_centered is not False or training is not True:
         op = op_name(norm, residual)
         check_bools(op, zero_centered=zero_centered, training=training)
     rng_state = None
-    is_usual = type(dropout_p) is float and dropout_p == 0.0  # a tensor must not be compared
-    is_usual = is_usual and output_dtype is None and sum_dtype is None
-    if not is_usual or memory_efficient is not False:
+    if (
+        output_dtype is not None
+        or sum_dtype is not None
+        or memory_efficient is not False
+        or type(dropout_p) is not float  # a tensor must not be compared
+        or dropout_p != 0.0
+    ):
         op = op_name(norm, residual)
         dropout_p = check_options(op, dropout_p, output_dtype, sum_dtype, memory_efficient)
         if not training:
             dropout_p = 0.0
         if dropout_p:
             rng_state = dropout_state(input)
+    if not is_compiling():
+        # The usual call ends here. Arguments one by one: unpacked tuples took a third of its time.
+        route: Any = check_alone if open_blocks else fused_op_cuda.norm
+        result = route(
+            norm,
+            input,
+            residual,
+            weight,
+            bias,
+            rng_state,
+            normalized_ndim,
+            eps,
+            zero_centered,
+            dropout_p,
+            output_dtype,
+            sum_dtype,
+        )
+        if type(result) is not int:
+            return result
     tensors = input, residual, weight, bias, rng_state
     call = (
         *(norm, normalized_ndim, eps, zero_centered, dropout_p, output_dtype, sum_dtype),
@@ -532,17 +587,13 @@ def _norm(
         if residual is input:  # dynamo cannot trace a Function that gets a tensor twice
             tensors = tensors[0], tensors[0].view_as(tensors[0]), *tensors[2:]
         return _dispatch(tensors, Call(*call))
-    route: Any = check_alone if open_blocks else fused_op_cuda.norm
-    result = route(norm, *tensors, *call[1:7])
-    if type(result) is not int:
-        return result
     if result == fused_op_cuda.CAST:
         tensors = cast(*tensors)
         result = route(norm, *tensors, *call[1:7])
         if type(result) is not int:
             return result
     if result == fused_op_cuda.AUTOGRAD:
-        return _apply(*tensors, *call)
+        return _apply(*tensors, Call(*call))
     if result == fused_op_cuda.DISPATCH or main_grad:  # which the Function alone knows of
         return _dispatch(tensors, Call(*call))
     return composite(tensors, Call(*call))

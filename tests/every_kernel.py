@@ -18,13 +18,15 @@ from fused_op import FusedLayerNorm, FusedRMSNorm
 from tests.ops import OPS, PAIRS, Op, Pair
 
 # Rows, and 16-byte vectors of a row: the tiles of csrc/cuda/row_tile.h from one lane a row to a
-# CTA, with few rows and many, then rows over a cluster, and those too long for one.
+# CTA, with few rows and many, then rows over a cluster, one or several in turn, and those too long
+# for one.
 SHAPES = (
     *((rows, vectors) for rows in (3, 600) for vectors in (1, 2, 4, 8, 16, 32, 64, 128)),
     *((rows, vectors) for rows in (5, 300) for vectors in (320, 512, 640)),
     *((rows, vectors) for rows in (5, 270) for vectors in (1024, 1280, 1536, 2048)),
     *((2, vectors) for vectors in (4096, 32769)),
     (140, 2049),
+    (40, 16385),
 )
 
 

@@ -63,7 +63,7 @@ def assert_flat(device: str, work, calls: int = CALLS, warm_up: int = 50) -> Non
     )
     # Less than the smallest block of malloc, and half an object, a call. With a GPU the driver and
     # PyTorch's allocator take a little more at times.
-    heap_limit = max(8 * calls, 16384) if device == "cpu" else max(64 * calls, 65536)
+    heap_limit = max(8 * calls, 16384) if device == "cpu" else max(64 * calls, 32768)
     assert heap < heap_limit, f"{heap} bytes of the heap after {calls} calls"
     assert blocks < max(calls // 2, 500), f"{blocks} objects after {calls} calls"
     assert tensors <= 0, f"{tensors} bytes of tensors on the GPU after {calls} calls"

@@ -5,6 +5,8 @@
 // torch-free.
 #pragma once
 
+#include <type_traits>
+
 #include "core/norm_args.h"
 #include "core/row_source.h"
 #include "cuda/backward_stage.cuh"
@@ -22,10 +24,14 @@ FUSED_OP_HD constexpr std::int64_t partial_stride(std::int64_t cols) {
   return (cols + Source::kElements - 1) / Source::kElements * Source::kElements;
 }
 
+// How the sums of a row's warps are added: all at once by shuffles, or one after the other, which
+// takes longer and fewer registers.
+struct ByShuffles {};
+struct InTurn {};
+
 // The sums of a row over its `warps` warps, kMaxWarps at most, or kLanes lanes of one; valid in all
-// of them. Rows of one CTA are told apart by `team`. parts: [warps] in shared memory. kSerial adds
-// warp after warp, which takes longer and fewer registers.
-template <typename Norm, int kLanes, int kMaxWarps, bool kSerial = false, typename A>
+// of them. Rows of one CTA are told apart by `team`. parts: [warps] in shared memory.
+template <typename Norm, int kLanes, int kMaxWarps, typename Way = ByShuffles, typename A>
 __device__ __forceinline__ PullbackSums<A> row_sum(PullbackSums<A> sums, PullbackSums<A>* parts,
                                                    int team, int warp, int warps) {
   const auto over_lanes = [&]<int kCount>() {
@@ -40,7 +46,7 @@ __device__ __forceinline__ PullbackSums<A> row_sum(PullbackSums<A> sums, Pullbac
       parts[warp] = sums;
     }
     row_barrier(team, warps * kWarpSize);
-    if constexpr (kSerial) {
+    if constexpr (std::is_same_v<Way, InTurn>) {
       sums = {};
 #pragma unroll 4
       for (; warps > 0; --warps, ++parts) {
@@ -215,9 +221,9 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
         }
       }
     }
-    constexpr bool kShort = Source::kDrops && Norm::kCentered;  // of registers
+    using Way = std::conditional_t<Source::kDrops && Norm::kCentered, InTurn, ByShuffles>;
     // Two buffers in turn: one barrier a row is enough.
-    sums = row_sum<Norm, kLanes, Tile::kCtaThreads / kWarpSize, kShort>(
+    sums = row_sum<Norm, kLanes, Tile::kCtaThreads / kWarpSize, Way>(
         sums, parts[parity] + team * warps, team, warp, warps);
     parity ^= 1;
     if (args.grad_input.data != nullptr || (kTwoGradients && args.grad_residual.data != nullptr)) {

@@ -108,8 +108,8 @@ __device__ __forceinline__ void few_rows_dx(const NormBackwardArgs& args, std::i
   }
 }
 
-// The parameter gradients of kSlabLanes vectors of columns: every thread takes one of them, in
-// every so manyth row; then the threads' sums are added in order.
+// The parameter gradients of kSlabLanes vectors of columns: kSlabLanes threads take a row, all of
+// them one row after another; then the threads' sums are added in order.
 constexpr int kSlabLanes = 8;
 template <typename W, typename Norm, typename Source, typename Access>
 __device__ __forceinline__ void few_rows_columns(const NormBackwardArgs& args, int slab) {
@@ -165,10 +165,8 @@ __device__ __forceinline__ void few_rows_columns(const NormBackwardArgs& args, i
       total += sums[warp][grad][thread % kCols];
     }
     void* const target = grad == 0 ? args.grad_weight : args.grad_bias;
-    if (target != nullptr && args.add_grads) {
-      static_cast<float*>(target)[target_col] += static_cast<float>(total);
-    } else if (target != nullptr) {
-      store_gradient<W>(target, args.param_dtype, target_col, total);
+    if (target != nullptr) {
+      finish_gradient<W>(target, args.param_dtype, args.add_grads, target_col, total);
     }
   }
 }

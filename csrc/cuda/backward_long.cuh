@@ -69,8 +69,8 @@ __device__ __forceinline__ void normalize(const NormBackwardArgs& args, std::int
 // First step: the two sums of each row, a CTA for each of its pieces. row_sums: [rows, pieces]. The
 // pieces are taken in turn, and their number is a function of the row's length alone. (A CTA a row:
 // 15 us instead of 9 at 8x65536, 35 instead of 9 at 1x262144, bf16, H200.)
+constexpr int kPieceVectors = kMaxRowThreads * 4;
 FUSED_OP_HD constexpr unsigned row_pieces(std::int64_t vectors) {
-  constexpr std::int64_t kPieceVectors = kMaxRowThreads * 4;
   return static_cast<unsigned>((vectors + kPieceVectors - 1) / kPieceVectors);
 }
 template <typename W, typename Norm, typename Source, typename Access>
@@ -111,17 +111,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     }
   }
   __shared__ PullbackSums<A> parts[kWarps];
-  sums.wdy_xhat = lane_sum<kWarpSize>(sums.wdy_xhat);
-  sums.wdy = lane_sum<kWarpSize>(sums.wdy);
-  if (threadIdx.x % kWarpSize == 0) {
-    parts[threadIdx.x / kWarpSize] = sums;
-  }
-  __syncthreads();
+  sums = row_sum<Norm, kWarpSize, kWarps, InTurn>(sums, parts, 0, threadIdx.x / kWarpSize, kWarps);
   if (threadIdx.x == 0) {
-    for (int w = 1; w < kWarps; ++w) {
-      sums.wdy_xhat += parts[w].wdy_xhat;
-      sums.wdy += parts[w].wdy;
-    }
     row_sums[blockIdx.x] = sums;
   }
 }

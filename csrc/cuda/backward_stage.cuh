@@ -26,7 +26,8 @@ struct BackwardLayout {
   // registers for the second (shifted rows, which need more registers: the packs), and so does the
   // weight.
   static constexpr int kOwned = Tile::kVectors * N;
-  static constexpr bool kKeeps = Tile::kCtaThreads == kMaxRowThreads;
+  static constexpr bool kKeeps =
+      Tile::kCtaThreads == kMaxRowThreads;  // more have 96 registers each
   static constexpr bool kKeepRow = kKeeps && !Access::kSharesBlocks &&
                                    kOwned * sizeof(Accumulator<T>) <= (Source::kFlexible ? 32 : 64);
   static constexpr bool kKeepPacks =

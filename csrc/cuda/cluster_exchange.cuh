@@ -1,4 +1,4 @@
-// How the warps of a cluster (sm_90) exchange the parts of a row: each writes its part into the
+// How the CTAs of a cluster (sm_90) share small values of a row: each value is written into the
 // shared memory of every CTA, and with it counts down a barrier there, which the CTA's own threads
 // wait at. No barrier of the whole cluster is in the way, which costs a fence of all memory
 // (MEMBAR.ALL.GPU): H200, bf16, us, with one and so, 5.1 3.5 at 8x65536, 9.0 5.9 at 1x262144. PTX
@@ -28,22 +28,40 @@ __device__ __forceinline__ unsigned cluster_id() {
   return id;
 }
 
-template <typename A>
+// The place of a pointer into shared memory in that of another CTA of the cluster.
+__device__ __forceinline__ std::uint32_t of_cta(const void* pointer, int rank) {
+  std::uint32_t mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(mapped)
+      : "r"(shared_address(pointer)), "r"(rank));
+  return mapped;
+}
+
+// The values of the rows that a cluster takes in turn. Those of a row have a slot, and every
+// kSlots-th row the same one. With four slots a warp may send its value of row n + 1 before it
+// awaits row n: when it sends that of row n + 4, it has had row n + 2, for which all warps sent
+// theirs after they had read row n.
+template <typename Value, int kSlots>
 struct ClusterExchange {
-  WarpMoments<A>* parts;    // in shared memory, at the same place in every CTA
-  std::uint64_t* arrivals;  // an mbarrier, likewise
+  Value* values;            // [kSlots, per_row], at the same place in every CTA
+  std::uint64_t* arrivals;  // [kSlots] mbarriers, likewise
+  int per_row;
   int ctas;
 
-  // All threads of the cluster, with the number of parts of the row. Between begin() and ready()
-  // there may be work that needs no other CTA: they may not run yet.
-  __device__ __forceinline__ void begin(int count) const {
+  // All threads of the cluster. Between begin() and ready() there may be work that needs no other
+  // CTA: they may not run yet.
+  __device__ __forceinline__ void begin() const {
     if (threadIdx.x == 0) {
-      const std::uint32_t at = local(arrivals);
-      const std::uint32_t bytes = count * static_cast<int>(sizeof(WarpMoments<A>));
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
+#pragma unroll
+      for (int slot = 0; slot < kSlots; ++slot) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(arrivals + slot))
+                     : "memory");
+      }
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
-                   : "memory");
+#pragma unroll
+      for (int slot = 0; slot < kSlots; ++slot) {
+        expect(slot);
+      }
     }
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -52,37 +70,70 @@ struct ClusterExchange {
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
   }
 
-  // All lanes of a warp.
-  __device__ __forceinline__ void send(int part, const WarpMoments<A>& mine) const {
+  // Value `index` of the row; all lanes of a warp.
+  __device__ __forceinline__ void send(unsigned row, int index, const Value& value) const {
     const int lane = static_cast<int>(threadIdx.x % kWarpSize);
     if (lane < ctas) {
-      const std::uint32_t to = of_cta(local(parts + part), lane);
-      const std::uint32_t signal = of_cta(local(arrivals), lane);
-      std::uint32_t words[sizeof(mine) / 4];
-      memcpy(words, &mine, sizeof(mine));
-#pragma unroll
-      for (int i = 0; i < static_cast<int>(sizeof(mine) / 4); i += 4) {
+      const std::uint32_t to = of_cta(of_row(row) + index, lane);
+      const std::uint32_t signal = of_cta(arrivals + row % kSlots, lane);
+      std::uint32_t words[sizeof(value) / 4];
+      memcpy(words, &value, sizeof(value));
+      if constexpr (sizeof(value) == 8) {
         asm volatile(
-            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
-            "[%5];" ::"r"(to + i * 4),
-            "r"(words[i]), "r"(words[i + 1]), "r"(words[i + 2]), "r"(words[i + 3]), "r"(signal)
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::
+                "r"(to),
+            "r"(words[0]), "r"(words[1]), "r"(signal)
             : "memory");
+      } else {
+        static_assert(sizeof(value) % 16 == 0);
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(value) / 4); i += 4) {
+          asm volatile(
+              "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, "
+              "%4}, [%5];" ::"r"(to + i * 4),
+              "r"(words[i]), "r"(words[i + 1]), "r"(words[i + 2]), "r"(words[i + 3]), "r"(signal)
+              : "memory");
+        }
       }
     }
   }
-  // Until all parts of the row are here.
-  __device__ __forceinline__ void await() const {
+  // All values of the row, once they are here.
+  __device__ __forceinline__ Value* await(unsigned row) const {
+    const unsigned slot = row % kSlots;
     asm volatile(
         "{\n"
         "  .reg .pred done;\n"
         "again:\n"
-        "  mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+        "  mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
         "  @!done bra again;\n"
-        "}" ::"r"(local(arrivals))
+        "}" ::"r"(shared_address(arrivals + slot)),
+        "r"(row / kSlots % 2)
         : "memory");
+    if (kSlots > 1 && threadIdx.x == 0) {
+      expect(slot);
+    }
+    return of_row(row);
   }
 
-  // Another exchange, for the few rows that need one: slower, and as often as wanted.
+ private:
+  __device__ __forceinline__ Value* of_row(unsigned row) const {
+    return values + row % kSlots * per_row;
+  }
+  __device__ __forceinline__ void expect(unsigned slot) const {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     shared_address(arrivals + slot)),
+                 "r"(per_row * static_cast<int>(sizeof(Value)))
+                 : "memory");
+  }
+};
+
+// The parts of one row once more, with barriers of the whole cluster: slower, and as often as
+// wanted.
+template <typename A>
+struct ClusterParts {
+  WarpMoments<A>* parts;  // in shared memory, at the same place in every CTA
+  int ctas;
+
   __device__ __forceinline__ void barrier() const {
     asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
@@ -92,24 +143,13 @@ struct ClusterExchange {
     if (lane < ctas) {
       std::uint32_t words[sizeof(mine) / 4];
       memcpy(words, &mine, sizeof(mine));
-      const std::uint32_t to = of_cta(local(parts + part), lane);
+      const std::uint32_t to = of_cta(parts + part, lane);
 #pragma unroll
       for (int i = 0; i < static_cast<int>(sizeof(mine) / 4); ++i) {
         asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to + i * 4), "r"(words[i])
                      : "memory");
       }
     }
-  }
-
- private:
-  __device__ __forceinline__ static std::uint32_t local(const void* pointer) {
-    return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
-  }
-  // The same place in the shared memory of another CTA.
-  __device__ __forceinline__ static std::uint32_t of_cta(std::uint32_t address, int rank) {
-    std::uint32_t mapped;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
-    return mapped;
   }
 };
 

@@ -223,6 +223,17 @@ __device__ __forceinline__ void store_gradient(void* target, DType dtype, std::i
   }
 }
 
+// A parameter's gradient, or what is added to it, which then is f32.
+template <typename W, typename A>
+__device__ __forceinline__ void finish_gradient(void* target, DType dtype, bool adds,
+                                                std::int64_t col, A value) {
+  if (adds) {
+    static_cast<float*>(target)[col] += static_cast<float>(value);
+  } else {
+    store_gradient<W>(target, dtype, col, value);
+  }
+}
+
 // The row is input, or dropout(input) + residual rounded to the dtype of the sum.
 template <typename A>
 struct Flexible {

@@ -109,6 +109,20 @@ __device__ __forceinline__ Pack<T, N> output_of(const Affine<W, Norm, N>& affine
   return pack_from<T, N>(x);
 }
 
+// How the elements of a row are normalised; one thread of the row saves it for backward.
+template <typename Norm, typename A>
+__device__ __forceinline__ Normalizer<A> normalizer_of(const NormForwardArgs& args,
+                                                       const Moments<A>& moments, A scale,
+                                                       A inverse_cols, std::int64_t row,
+                                                       bool saves) {
+  const Normalizer<A> normalizer =
+      Norm::normalizer(moments, scale, inverse_cols, static_cast<A>(args.eps));
+  if (args.stats != nullptr && saves) {
+    Norm::save(normalizer, moments, static_cast<A*>(args.stats), row, args.rows);
+  }
+  return normalizer;
+}
+
 // Where the output of a row goes, and how a pack gets there.
 template <typename Source>
 __device__ __forceinline__ auto target_of(const NormForwardArgs& args, std::int64_t row) {
@@ -227,11 +241,9 @@ __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const
       scale = next_scale;
     }
   }
+  const bool saves = place.live_width > 0 && place.lane == 0 && place.part == 0;
   const Normalizer<A> normalizer =
-      Norm::normalizer(moments, scale, inverse_cols, static_cast<A>(args.eps));
-  if (args.stats != nullptr && place.live_width > 0 && place.lane == 0 && place.part == 0) {
-    Norm::save(normalizer, moments, static_cast<A*>(args.stats), place.row, args.rows);
-  }
+      normalizer_of<Norm>(args, moments, scale, inverse_cols, place.row, saves);
   const auto target = target_of<Source>(args, place.row);
 #pragma unroll 1
   for (int i = 0; i < Tile::kVectors; ++i) {
@@ -337,11 +349,8 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
     finish_untrusted<W, Norm, Source, Access, Whole>(args, place, moments, exchange);
     return;
   }
-  const Normalizer<A> normalizer =
-      Norm::normalizer(moments, A(1), inverse_cols, static_cast<A>(args.eps));
-  if (args.stats != nullptr && live_width > 0 && lane == 0 && warp == 0) {
-    Norm::save(normalizer, moments, static_cast<A*>(args.stats), row, args.rows);
-  }
+  const Normalizer<A> normalizer = normalizer_of<Norm>(args, moments, A(1), inverse_cols, row,
+                                                       live_width > 0 && lane == 0 && warp == 0);
   if constexpr (Tile::kSpread == 1) {
     load_affine();
   }

@@ -1,13 +1,9 @@
 // The forward of rows too long for the registers of a CTA: its warps take parts of a row in turn,
 // and exchange the parts' moments once. On sm_90 the CTAs of a cluster share a row and keep it in
-// shared memory meanwhile, so that many rows are on their way at once; the longest rows, and all of
-// them before sm_90, are read again. Both give the same bits. Included by launch_*.cu only;
-// torch-free.
+// shared memory meanwhile; the longest rows, and all of them before sm_90, are read again. Both
+// give the same bits. Rows that need no work before they are summed: forward_pipelined.cuh.
+// Included by launch_*.cu only; torch-free.
 #pragma once
-
-#include <cuda_pipeline_primitives.h>
-
-#include <type_traits>
 
 #include "core/norm_args.h"
 #include "core/row_source.h"
@@ -103,10 +99,7 @@ __device__ __noinline__ void finish_untrusted_long(const NormForwardArgs& args, 
     moments = long_moments<Norm, Source>(exchange.parts, width);
   }
   const Normalizer<A> normalizer =
-      Norm::normalizer(moments, scale, reciprocal(static_cast<A>(width)), static_cast<A>(args.eps));
-  if (args.stats != nullptr && saves) {
-    Norm::save(normalizer, moments, static_cast<A*>(args.stats), row, args.rows);
-  }
+      normalizer_of<Norm>(args, moments, scale, reciprocal(static_cast<A>(width)), row, saves);
   const auto target = target_of<Source>(args, row);
 #pragma unroll 1
   for (Col part = first_part; part < last_part; part += warps) {
@@ -163,12 +156,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
                                                       exchange);
     return;
   }
-  const Normalizer<A> normalizer = Norm::normalizer(
-      moments, A(1), reciprocal(static_cast<A>(args.cols)), static_cast<A>(args.eps));
-  if (args.stats != nullptr && saves) {
-    Norm::save(normalizer, moments, static_cast<A*>(args.stats), row, args.rows);
-  }
-
+  const Normalizer<A> normalizer =
+      normalizer_of<Norm>(args, moments, A(1), reciprocal(static_cast<A>(args.cols)), row, saves);
   const auto target = target_of<Source>(args, row);
   for (std::int64_t part = warp; part < row_parts; part += kMaxCtaParts) {
     Affine<W, Norm, N> affine[1] = {{args, Part::col(part, 0), args.cols}};
@@ -198,26 +187,10 @@ struct HeldVectors {
   }
 };
 
-template <typename Norm, typename Source, typename Access>
-struct ClusterBounds {
-  using T = typename Source::Element;
-  // The row goes from global to shared memory without a stay in registers.
-  static constexpr bool kCopied = std::is_same_v<Source, Plain<T>> && Access::kWholePacks;
-  static constexpr int kThreads = kClusterWarps * kWarpSize;
-  // As many as registers and shared memory allow: the bytes on their way. (2048x65536, bf16, H200,
-  // RmsNorm, share of the limit with four, five: 0.82, 0.86.)
-#if __CUDA_ARCH__ >= 900
-  static constexpr int kCtasPerSm = sizeof(T) == 8 || !kCopied ? 2 : Norm::kCentered ? 4 : 5;
-#else
-  static constexpr int kCtasPerSm = 1;  // of an empty kernel
-#endif
-};
-
 // A cluster a row. Dynamic shared memory: the moments of the row's parts, then this CTA's share of
 // the row, cta_parts of its parts.
 template <typename W, typename Norm, typename Source, typename Access>
-__global__ void __launch_bounds__(ClusterBounds<Norm, Source, Access>::kThreads,
-                                  ClusterBounds<Norm, Source, Access>::kCtasPerSm)
+__global__ void __launch_bounds__(kClusterWarps* kWarpSize, 2)
     norm_forward_cluster_kernel(const __grid_constant__ NormForwardArgs args, int cta_parts) {
 #if __CUDA_ARCH__ >= 900  // never launched before
   using T = typename Source::Element;
@@ -225,7 +198,6 @@ __global__ void __launch_bounds__(ClusterBounds<Norm, Source, Access>::kThreads,
   using Part = PartOf<Source, int>;
   constexpr int N = Source::kElements;
   constexpr int kVectors = Part::kVectors;
-  constexpr bool kCopied = ClusterBounds<Norm, Source, Access>::kCopied;
 
   const int lane = threadIdx.x % kWarpSize;
   const int warps = blockDim.x / kWarpSize;
@@ -241,55 +213,31 @@ __global__ void __launch_bounds__(ClusterBounds<Norm, Source, Access>::kThreads,
   auto* const parts = reinterpret_cast<WarpMoments<A>*>(shared);
   static_assert(sizeof(WarpMoments<A>) % kVectorBytes == 0);
   static_assert(kMaxForwardVectors >= kClusterParts * kPartVectors);  // so no cluster is one CTA
-  const auto held =
-      static_cast<std::uint32_t>(__cvta_generic_to_shared(parts + row_parts)) + lane * kVectorBytes;
+  const std::uint32_t held = shared_address(parts + row_parts) + lane * kVectorBytes;
   const auto held_at = [&](int part, int i) {
     return held + ((part - cta_begin) * kVectors + i) * kWarpSize * kVectorBytes;
   };
-  const ClusterExchange<A> exchange{parts, &arrivals, static_cast<int>(cluster_size())};
-  exchange.begin(row_parts);
+  const auto ctas = static_cast<int>(cluster_size());
+  const ClusterExchange<WarpMoments<A>, 1> exchange{parts, &arrivals, row_parts, ctas};
+  exchange.begin();
   await_kernels_before();
   const Source source(args, row);
-  if constexpr (kCopied) {
-    static_assert(kClusterParts == 2 * kClusterWarps);  // two groups of copies a thread
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const int part = first_part + k * warps;
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        if (part < cta_end && Part::col(part, i) < width) {
-          copy_async(held_at(part, i),
-                     reinterpret_cast<std::uintptr_t>(source.row() + Part::col(part, i)));
-        }
-      }
-      __pipeline_commit();
-    }
-  }
   exchange.ready();
 #pragma unroll 1
   for (int part = first_part; part < cta_end; part += warps) {
     const HeldVectors<T, N> vectors{held_at(part, 0)};
-    if constexpr (kCopied) {
-      if (part == first_part) {
-        __pipeline_wait_prior(1);
-      } else {
-        __pipeline_wait_prior(0);
-      }
-      exchange.send(part, part_moments<Norm, Access, Source, A>(vectors, part, width));
-    } else {
-      Pack<T, N> packs[kVectors];
-      typename Source::template Fetched<N> fetched[kVectors];
+    Pack<T, N> packs[kVectors];
+    typename Source::template Fetched<N> fetched[kVectors];
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        fetched[i] = source.template fetch<Access, N>(Part::col(part, i), width);
-      }
-      source.template finish<Access, kWarpSize>(fetched, packs, Part::col(part, 0), width);
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        vectors.put(i, packs[i]);
-      }
-      exchange.send(part, part_moments<Norm, Access, Source, A>(packs, part, width));
+    for (int i = 0; i < kVectors; ++i) {
+      fetched[i] = source.template fetch<Access, N>(Part::col(part, i), width);
     }
+    source.template finish<Access, kWarpSize>(fetched, packs, Part::col(part, 0), width);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      vectors.put(i, packs[i]);
+    }
+    exchange.send(0, part, part_moments<Norm, Access, Source, A>(packs, part, width));
   }
   // Parameters of the first vectors while the moments are on their way. H200, bf16, RmsNorm, share
   // of the limit with none; with two, and with four, that leave registers for four CTAs: 0.86 0.90
@@ -303,20 +251,16 @@ __global__ void __launch_bounds__(ClusterBounds<Norm, Source, Access>::kThreads,
     }
   };
   load_affine(first_part);
-  exchange.await();
-  const Moments<A> moments = long_moments<Norm, Source>(exchange.parts, width);
+  exchange.await(0);
+  const Moments<A> moments = long_moments<Norm, Source>(parts, width);
   const bool saves = cta_begin == 0 && threadIdx.x == 0;
   if (!trusted(moments, static_cast<A>(args.cols))) {  // in the whole cluster
     finish_untrusted_long<W, Norm, Source, Access, A>(args, row, first_part, cta_end, saves,
-                                                      exchange);
+                                                      ClusterParts<A>{parts, ctas});
     return;
   }
-  const Normalizer<A> normalizer = Norm::normalizer(
-      moments, A(1), reciprocal(static_cast<A>(args.cols)), static_cast<A>(args.eps));
-  if (args.stats != nullptr && saves) {
-    Norm::save(normalizer, moments, static_cast<A*>(args.stats), row, args.rows);
-  }
-
+  const Normalizer<A> normalizer =
+      normalizer_of<Norm>(args, moments, A(1), reciprocal(static_cast<A>(args.cols)), row, saves);
   const auto target = target_of<Source>(args, row);
 #pragma unroll 1
   for (int part = first_part; part < cta_end; part += warps) {

@@ -42,7 +42,6 @@ auto with_types(const Args& args, Function&& function) {
 }  // namespace
 
 const DeviceInfo& device_info() {
-  constexpr int kMaxDevices = 64;  // as AttributeOnce supposes
   static std::array<DeviceInfo, kMaxDevices> known;
   static std::array<std::once_flag, kMaxDevices> once;
   int device = 0;

@@ -7,22 +7,28 @@
 //   flexible.cuh         rows whose dtypes, and whether elements are dropped, are known at run time
 //   forward.cuh          norm_forward_kernel
 //   forward_flat.cuh     rows shorter than a vector
-//   cluster_exchange.cuh how the CTAs of a cluster tell each other sums
+//   cluster_exchange.cuh how the CTAs of a cluster share sums
 //   forward_long.cuh     rows of any length
+//   forward_pipelined.cuh many long rows
 //   backward_stage.cuh   how backward reads rows ahead
 //   backward.cuh         norm_backward_kernel
 //   backward_few.cuh     few rows
 //   backward_long.cuh    two kernels for the longest rows
+//   backward_cluster.cuh one for them where clusters are
 //   sum_partials.cuh     the last step of the parameter gradients
-//   launch.cuh           the launchers of one dtype pair, instantiated by launch_*.cu
+//   launch.cuh           what the launchers share
+//   launch_forward.cuh   those of one dtype pair, instantiated by launch_*.cu
+//   launch_backward.cuh
 //
 // The formulas are in core/norm_math.h, what a row is made of in core/row_source.h. All torch-free.
 #pragma once
 
 #include "cuda/backward.cuh"
+#include "cuda/backward_cluster.cuh"
 #include "cuda/backward_few.cuh"
 #include "cuda/backward_long.cuh"
 #include "cuda/forward.cuh"
 #include "cuda/forward_flat.cuh"
 #include "cuda/forward_long.cuh"
+#include "cuda/forward_pipelined.cuh"
 #include "cuda/sum_partials.cuh"

@@ -13,6 +13,8 @@
 
 namespace fused_op::cuda {
 
+constexpr int kMaxDevices = 64;
+
 struct DeviceInfo {
   int index;
   int multiprocessors;

@@ -1,6 +1,7 @@
 // The kernels of one dtype pair: elements, then parameters. Torch-free:
 // nvcc -std=c++20 -O3 -fmad=false -Icsrc -arch=sm_90 -Xptxas -v -c csrc/cuda/launch_bf16.cu
-#include "cuda/launch.cuh"
+#include "cuda/launch_backward.cuh"
+#include "cuda/launch_forward.cuh"
 
 namespace fused_op::cuda {
 

@@ -133,9 +133,9 @@ auto with_short_backward_tile(std::int64_t vectors, Function&& function) {
   return function.template operator()<RowTile<32, 1>>();
 }
 
-// kWide: with the WideTile, for which dropout has no registers.
-template <bool kWide, typename Function>
+template <typename Source, typename Function>
 auto with_backward_tile(std::int64_t vectors, Function&& function) {
+  constexpr bool kWide = !Source::kDrops;  // dropout has no registers for the WideTile
   if (vectors <= 32) return with_short_backward_tile(vectors, function);
   // The fewest vectors a lane of equal merit: two keep the weight in registers too. H200, bf16,
   // share of the limit with 2, 3, 4 vectors: 0.91 0.70 0.82 at 131072x1024, 0.62 0.80 0.89 at

@@ -71,11 +71,7 @@ __global__ void __launch_bounds__(kSumLanes* kSumRows, 4)
     for (int i = 0; i < kSumRows; ++i) {
       total += sums[i][thread];
     }
-    if (targets.add) {
-      static_cast<float*>(target)[first_col + thread] += static_cast<float>(total);
-    } else {
-      store_gradient<W>(target, targets.dtype, first_col + thread, total);
-    }
+    finish_gradient<W>(target, targets.dtype, targets.add, first_col + thread, total);
   }
 }
 

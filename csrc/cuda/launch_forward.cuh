@@ -1,0 +1,195 @@
+// The launchers of forward: tile, grid, shared memory, launch. Included by launch_*.cu only;
+// torch-free.
+#pragma once
+
+#include <algorithm>
+
+#include "core/dispatch.h"
+#include "cuda/fused_op_kernel.cuh"
+#include "cuda/launch.cuh"
+
+namespace fused_op::cuda {
+
+// How a row of `parts` parts is laid over a cluster: as few CTAs as hold it, with most_parts each
+// at most, or, where rows are few, as many as fill the GPU with four warps or more each.
+struct ClusterLayout {
+  std::int64_t ctas;
+  std::int64_t cta_parts;
+};
+inline ClusterLayout cluster_layout(std::int64_t parts, std::int64_t rows, std::int64_t most_parts,
+                                    const DeviceInfo& device) {
+  const std::int64_t least = ceil_div(parts, most_parts);
+  const std::int64_t most = std::max(least, std::min<std::int64_t>(device.max_cluster, parts / 4));
+  const std::int64_t wanted = std::clamp(ceil_div(device.multiprocessors, rows), least, most);
+  const std::int64_t cta_parts = ceil_div(parts, wanted);
+  return {ceil_div(parts, cta_parts), cta_parts};
+}
+
+// Rows too long for registers, one a cluster or, where no cluster can hold one, a CTA.
+template <typename W, typename Norm, typename Source, typename Access>
+void launch_long_rows(const NormForwardArgs& args, std::int64_t vectors, const Queue& queue) {
+  const std::int64_t parts = ceil_div(vectors, kPartVectors);
+  constexpr std::size_t kSlot = sizeof(WarpMoments<Accumulator<typename Source::Element>>);
+  if constexpr (!Source::kFlexible && !kPipelined<Source, Access>) {
+    if (parts <= queue.device.max_cluster * kClusterParts) {
+      const auto [ctas, cta_parts] = cluster_layout(parts, args.rows, kClusterParts, queue.device);
+      const std::int64_t warps = ceil_div(cta_parts, ceil_div(cta_parts, kClusterWarps));
+      const auto kernel = norm_forward_cluster_kernel<W, Norm, Source, Access>;
+      static AttributeOnce large;
+      large.set(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, queue.device);
+      queue.launch(kernel,
+                   {.grid = static_cast<unsigned>(args.rows * ctas),
+                    .block = static_cast<unsigned>(warps * kWarpSize),
+                    .shared_bytes = parts * kSlot + cta_parts * kPartVectors * kVectorBytes,
+                    .cluster = static_cast<unsigned>(ctas)},
+                   args, static_cast<int>(cta_parts));
+      return;
+    }
+  }
+  queue.launch(norm_forward_streamed_kernel<W, Norm, Source, Access>,
+               {.grid = static_cast<unsigned>(args.rows),
+                .block = kMaxRowThreads,
+                .shared_bytes = std::min<std::int64_t>(parts, kMaxParts) * kSlot},
+               args);
+}
+
+// Rows too long for registers, in turn, where clusters can hold them. H200, bf16, share of the
+// limit with a cluster a row, LayerNorm and RmsNorm, and so: 0.80 0.90, 0.90 0.92 at 4096x32768;
+// 0.76 0.88, 0.86 0.89 at 2048x65536; 0.74 0.88, 0.83 0.91 at 1024x131072; 0.65 0.83, 0.70 0.93 at
+// 512x262144. (Rows of 1536 and 2048 vectors: no gain over registers.)
+template <typename W, typename Norm, typename Source, typename Access>
+bool launch_pipelined(const NormForwardArgs& args, std::int64_t vectors, const Queue& queue) {
+  if constexpr (kPipelined<Source, Access>) {
+    using T = typename Source::Element;
+    using A = Accumulator<T>;
+    const DeviceInfo& device = queue.device;
+    const std::int64_t parts = ceil_div(vectors, kPartVectors);
+    const auto shared_bytes = [&](std::int64_t cta_parts) {
+      return pipelined_shared_bytes<A>(parts, cta_parts);
+    };
+    const std::int64_t room = most_dynamic_shared(device) - shared_bytes(0);
+    const std::int64_t most_parts =
+        std::min(std::int64_t{kPipelinedParts}, room / (shared_bytes(1) - shared_bytes(0)));
+    if (parts > most_parts * device.max_cluster) {
+      return false;
+    }
+    const auto [ctas, cta_parts] = cluster_layout(parts, args.rows, most_parts, device);
+    const auto kernel = norm_forward_pipelined_kernel<W, Norm, T>;
+    static AttributeOnce most_shared, large;
+    static ActiveClusters active;
+    most_shared.set(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                    most_dynamic_shared(device), device);
+    large.set(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, device);
+    LaunchShape shape{.grid = static_cast<unsigned>(ctas),
+                      .block = kMaxRowThreads,
+                      .shared_bytes = static_cast<std::size_t>(most_dynamic_shared(device)),
+                      .cluster = static_cast<unsigned>(ctas)};
+    // As many clusters as the GPU runs at once, of the largest CTAs or smaller ones side by side.
+    std::int64_t clusters = active.count(queue, kernel, shape) * (kPipelinedParts / cta_parts);
+    if (clusters == 0) {
+      return false;  // a part of a GPU, too small for them
+    }
+    // Some take their rows sooner than others, which equal shares leave without work in the end:
+    // small clusters take 16 rows, and make room for others. (0.88 0.92 of the limit at
+    // 4096x32768, RmsNorm. The start of larger ones costs more than that gains.)
+    if (ctas <= 2) {
+      clusters = std::max(clusters, args.rows / 16);
+    }
+    shape.grid.x *= static_cast<unsigned>(std::clamp<std::int64_t>(clusters, 1, args.rows));
+    shape.block.x = static_cast<unsigned>(cta_parts * kWarpSize);
+    shape.shared_bytes = shared_bytes(cta_parts);
+    queue.launch(kernel, shape, args, static_cast<int>(cta_parts));
+    return true;
+  }
+  return false;
+}
+
+// Whether the warps of a row take one vector a lane, not three or four: where rows are so few that
+// all of these are on the GPU at once. H200, bf16, us, with four and with one: 1.97 1.37 at
+// 1x1024, 2.40 1.95 at 64x1024, 2.76 2.41 at 512x1024, 3.17 3.88 at 1024x1024; 2.27 2.02 at
+// 1x4096, 3.58 3.53 at 256x4096; 2.66 2.83 at 1x8192.
+template <typename Tile>
+bool in_spread(const NormForwardArgs& args, std::int64_t vectors, const DeviceInfo& device) {
+  const std::int64_t row_threads = row_warps<Tile>(vectors) * Tile::kVectors * kWarpSize;
+  return row_threads <= kMaxSpreadThreads &&
+         args.rows * row_threads <= std::int64_t{device.multiprocessors} * 512;
+}
+
+// Whether a CTA takes its rows as one span.
+template <typename T>
+bool is_flat(const NormForwardArgs& args) {
+  return args.residual.data == nullptr && args.cols < kVector<T> &&
+         args.input.stride == args.cols && vector_aligned(args.input.data);
+}
+
+template <typename T, typename Function>
+auto with_flat_cols(std::int64_t cols, Function&& function) {
+  if constexpr (kVector<T> > 4) {
+    if (cols > 4) return function.template operator()<8>();
+  }
+  if constexpr (kVector<T> > 2) {
+    if (cols > 2) return function.template operator()<4>();
+  }
+  return function.template operator()<2>();
+}
+
+// Rows that are longer than one vector, or not one span.
+template <typename W, typename Norm, typename Source, typename Access>
+void launch_rows(const NormForwardArgs& args, const Queue& queue) {
+  const std::int64_t vectors = ceil_div(args.cols, Source::kElements);
+  const auto launch_tile = [&]<typename Tile>() {
+    const int row_threads = Tile::kLanes * row_warps<Tile>(vectors);
+    if constexpr (Tile::kLanes == kWarpSize && !Source::kFlexible) {
+      if (in_spread<Tile>(args, vectors, queue.device)) {
+        queue.launch(norm_forward_kernel<W, Norm, Source, Access, SpreadTile<Tile::kVectors>>,
+                     {static_cast<unsigned>(args.rows), row_threads * Tile::kVectors}, args);
+        return;
+      }
+    }
+    const int threads = row_threads <= kWarpSize ? 128 : row_threads;
+    const auto grid = static_cast<unsigned>(ceil_div(args.rows, threads / row_threads));
+    queue.launch(norm_forward_kernel<W, Norm, Source, Access, Tile>, {grid, threads}, args);
+  };
+  constexpr bool kShort = Source::kSplit && !Source::kFlexible;  // at most kMaxSplitBytes
+  if constexpr (kShort) {
+    with_short_forward_tile(vectors, launch_tile);
+  } else if (vectors > (Source::kFlexible ? kMaxFlexibleVectors : kMaxForwardVectors)) {
+    if (!launch_pipelined<W, Norm, Source, Access>(args, vectors, queue)) {
+      launch_long_rows<W, Norm, Source, Access>(args, vectors, queue);
+    }
+  } else if constexpr (Source::kFlexible) {
+    with_flexible_tile(vectors, launch_tile);
+  } else {
+    with_forward_tile(vectors, launch_tile);
+  }
+}
+
+template <typename T, typename W>
+cudaError_t launch_forward(const NormForwardArgs& args, cudaStream_t stream) {
+  const Queue queue{device_info(), stream};
+  with_norm(args.kind, [&]<typename Norm>() {
+    if constexpr (kIsFlexible<W>) {
+      launch_rows<W, Norm, Flexible<T>, AnyAccess>(args, queue);
+    } else if (sizeof(T) < 8 && args.dropout.active) {
+      if constexpr (sizeof(T) < 8) {
+        launch_rows<W, Norm, DropoutAddResidual<T>, VectorAccess>(args, queue);
+      }
+    } else if (args.input.split.inner != 0) {
+      launch_rows<W, Norm, SplitRows<T>, VectorAccess>(args, queue);
+    } else if (is_flat<T>(args)) {
+      with_flat_cols<T>(args.cols, [&]<int kMaxCols>() {
+        queue.launch(norm_forward_flat_kernel<W, Norm, T, kMaxCols>,
+                     {static_cast<unsigned>(ceil_div(args.rows, kFlatRows)), kFlatThreads}, args);
+      });
+    } else {
+      with_source<T>(args.residual, [&]<typename Source>() {
+        with_access<T>(
+            args.cols, {args.input, args.residual, dense(args.output.data), dense(args.sum)},
+            [&]<typename Access>() { launch_rows<W, Norm, Source, Access>(args, queue); });
+      });
+    }
+  });
+  return cudaGetLastError();
+}
+
+}  // namespace fused_op::cuda

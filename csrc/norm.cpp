@@ -1,5 +1,7 @@
 // The op layer: check, allocate, fill the arguments, run on the backend. Both ops read like that
 // from top to bottom. Torch tensors end here; CUDA and Python are not known here.
+#include <c10/util/MaybeOwned.h>
+
 #include <cmath>
 #include <cstdint>
 
@@ -108,10 +110,19 @@ bool is_short(const at::Tensor& tensor, const Shape& shape) {
   return shape.cols * tensor.element_size() <= kMaxSplitBytes;
 }
 
+// A tensor for as long as a call lasts: one of the arguments, without the cost of counting another
+// reference to it, or a copy.
+using Borrowed = c10::MaybeOwned<at::Tensor>;
+
+Borrowed borrow_or_copy(const at::Tensor& tensor, bool readable) {
+  return readable ? Borrowed::borrowed(tensor)
+                  : Borrowed::owned(tensor.clone(at::MemoryFormat::Contiguous));
+}
+
 // Arguments as kernels can read them: the tensor itself where possible, else a contiguous copy.
 // Addresses must be multiples of the element size; those of views of raw bytes may be others.
-at::Tensor readable_rows(const at::Tensor& tensor, const Shape& shape, bool in_vectors,
-                         bool may_be_split) {
+Borrowed readable_rows(const at::Tensor& tensor, const Shape& shape, bool in_vectors,
+                       bool may_be_split) {
   const std::optional<RowLayout> layout = row_layout(tensor, shape);
   const bool is_split = layout && layout->inner != 0 && tensor.is_cuda();
   std::uintptr_t alignment = tensor.element_size();
@@ -122,19 +133,17 @@ at::Tensor readable_rows(const at::Tensor& tensor, const Shape& shape, bool in_v
       readable = readable && elements * tensor.element_size() % kVectorBytes == 0;
     }
   }
-  readable = readable && is_aligned(tensor, alignment);
-  return readable ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+  return borrow_or_copy(tensor, readable && is_aligned(tensor, alignment));
 }
 
-at::Tensor readable_dense(const at::Tensor& tensor, std::uintptr_t alignment) {
-  const bool readable = is_aligned(tensor, alignment) && tensor.is_contiguous();
-  return readable ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+Borrowed readable_dense(const at::Tensor& tensor, std::uintptr_t alignment) {
+  return borrow_or_copy(tensor, is_aligned(tensor, alignment) && tensor.is_contiguous());
 }
 
 // The GPU reads parameters in vectors, however the rows lie: a view into a tensor may be copied.
-OptionalTensor readable_parameters(const OptionalTensor& tensor) {
+Borrowed readable_parameter(const OptionalTensor& tensor) {
   if (!tensor) {
-    return std::nullopt;
+    return Borrowed();
   }
   return readable_dense(*tensor, tensor->is_cuda() ? kVectorBytes : tensor->element_size());
 }
@@ -143,18 +152,21 @@ OptionalTensor readable_parameters(const OptionalTensor& tensor) {
 // the dtype of the arithmetic, which keeps what 16 bits would lose of it; the bias follows its
 // dtype.
 struct Parameters {
-  Parameters(OptionalTensor given_weight, OptionalTensor given_bias, bool zero_centered,
-             at::ScalarType compute) {
-    if (zero_centered && given_weight) {
-      given_weight = given_weight->to(compute).add(1);
-      given_bias = given_bias ? OptionalTensor(given_bias->to(compute)) : std::nullopt;
+  Parameters(const OptionalTensor& given_weight, const OptionalTensor& given_bias,
+             bool zero_centered, at::ScalarType compute) {
+    const bool is_converted = zero_centered && given_weight;
+    if (is_converted) {
+      converted_weight = given_weight->to(compute).add(1);
+      converted_bias = given_bias ? OptionalTensor(given_bias->to(compute)) : std::nullopt;
     }
-    weight = readable_parameters(given_weight);
-    bias = readable_parameters(given_bias);
+    weight = readable_parameter(is_converted ? converted_weight : given_weight);
+    bias = readable_parameter(is_converted ? converted_bias : given_bias);
   }
 
-  OptionalTensor weight;
-  OptionalTensor bias;
+  OptionalTensor converted_weight;
+  OptionalTensor converted_bias;
+  Borrowed weight;  // undefined: absent
+  Borrowed bias;
 };
 
 ConstRows const_rows(const at::Tensor& readable, const Shape& shape) {
@@ -171,8 +183,8 @@ Rows dense_rows(const at::Tensor& tensor) {
                           : Rows{};
 }
 
-const void* const_pointer(const OptionalTensor& tensor) {
-  return tensor ? tensor->const_data_ptr() : nullptr;
+const void* const_pointer(const Borrowed& tensor) {
+  return tensor->defined() ? tensor->const_data_ptr() : nullptr;
 }
 
 void* pointer(const at::Tensor& tensor) {
@@ -254,24 +266,24 @@ ThreeTensors norm_forward(std::string_view norm, const at::Tensor& input,
   check_memory(op, "bias", bias);
   check_memory(op, "rng_state", rng_state);
 
-  // These own what the pointers point into until the kernel has been queued.
+  // Copies among these live until the kernel has been queued.
   const bool in_vectors = dropout_p > 0 && residual && input.scalar_type() == dtype &&
                           is_vector_dropout(to_dtype(dtype), shape.cols);
-  const at::Tensor input_rows = readable_rows(input, shape, in_vectors, !residual);
-  const at::Tensor residual_rows =
-      residual ? readable_rows(*residual, shape, in_vectors, !residual) : at::Tensor();
+  const Borrowed input_rows = readable_rows(input, shape, in_vectors, !residual);
+  const Borrowed residual_rows =
+      residual ? readable_rows(*residual, shape, in_vectors, !residual) : Borrowed();
   const Parameters parameters(weight, bias, zero_centered, stats_dtype(dtype));
-  const OptionalTensor& any = parameters.weight ? parameters.weight : parameters.bias;
+  const at::Tensor& any = parameters.weight->defined() ? *parameters.weight : *parameters.bias;
 
   NormForwardArgs args;
   args.kind = kind;
   args.dtype = to_dtype(dtype);
-  args.param_dtype = to_dtype(any ? any->scalar_type() : dtype);
+  args.param_dtype = to_dtype(any.defined() ? any.scalar_type() : dtype);
   args.rows = shape.rows;
   args.cols = shape.cols;
-  args.input = const_rows(input_rows, shape);
+  args.input = const_rows(*input_rows, shape);
   if (residual) {
-    args.residual = const_rows(residual_rows, shape);
+    args.residual = const_rows(*residual_rows, shape);
   }
   args.weight = const_pointer(parameters.weight);
   args.bias = const_pointer(parameters.bias);
@@ -360,7 +372,8 @@ FourTensors norm_backward_into(std::string_view norm, const at::Tensor& grad_out
   }
   const auto results = [&]() -> FourTensors {
     const auto rounded = [&](const at::Tensor& gradient) {
-      return add_grads ? at::Tensor() : gradient.defined() ? gradient.to(param_dtype) : gradient;
+      const bool is_rounded = !gradient.defined() || gradient.scalar_type() == param_dtype;
+      return add_grads ? at::Tensor() : is_rounded ? gradient : gradient.to(param_dtype);
     };
     return {grad_input, grad_residual, rounded(grad_weight), rounded(grad_bias)};
   };
@@ -399,12 +412,13 @@ FourTensors norm_backward_into(std::string_view norm, const at::Tensor& grad_out
                              is_vector_dropout(to_dtype(x.scalar_type()), shape.cols);
   // One at two strides, and all are read in vectors.
   const bool in_vectors = drops_vectors || is_split(x) || is_split(grad_output);
-  const at::Tensor x_rows = readable_rows(x, shape, in_vectors, may_be_split);
-  const at::Tensor grad_output_rows = readable_rows(grad_output, shape, in_vectors, may_be_split);
-  const at::Tensor grad_sum_rows =
-      grad_sum ? readable_rows(*grad_sum, shape, in_vectors, may_be_split) : at::Tensor();
-  const Parameters parameters(weight, x_is_output ? bias : std::nullopt, zero_centered, compute);
-  const at::Tensor dense_stats = readable_dense(stats, stats.element_size());
+  const Borrowed x_rows = readable_rows(x, shape, in_vectors, may_be_split);
+  const Borrowed grad_output_rows = readable_rows(grad_output, shape, in_vectors, may_be_split);
+  const Borrowed grad_sum_rows =
+      grad_sum ? readable_rows(*grad_sum, shape, in_vectors, may_be_split) : Borrowed();
+  const Parameters parameters(weight, x_is_output ? bias : OptionalTensor(), zero_centered,
+                              compute);
+  const Borrowed dense_stats = readable_dense(stats, stats.element_size());
 
   NormBackwardArgs args;
   args.kind = kind;
@@ -412,14 +426,14 @@ FourTensors norm_backward_into(std::string_view norm, const at::Tensor& grad_out
   args.param_dtype = to_dtype(kernel_dtype);
   args.rows = shape.rows;
   args.cols = shape.cols;
-  args.x = const_rows(x_rows, shape);
-  args.grad_output = const_rows(grad_output_rows, shape);
+  args.x = const_rows(*x_rows, shape);
+  args.grad_output = const_rows(*grad_output_rows, shape);
   if (grad_sum) {
-    args.grad_sum = const_rows(grad_sum_rows, shape);
+    args.grad_sum = const_rows(*grad_sum_rows, shape);
   }
   args.weight = const_pointer(parameters.weight);
   args.bias = const_pointer(parameters.bias);
-  args.stats = dense_stats.const_data_ptr();
+  args.stats = dense_stats->const_data_ptr();
   args.grad_input = dense_rows(grad_input);
   args.grad_residual = dense_rows(grad_residual);
   args.grad_weight = pointer(grad_weight);

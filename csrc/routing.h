@@ -104,27 +104,38 @@ auto call(Kernel* kernel, const char* op, const CallKeys& keys, const at::Tensor
   return kernel(args...);
 }
 
-// norm_forward and norm_backward for tensors of any kind.
-inline ThreeTensors route_norm_forward(std::string_view norm, const at::Tensor& input,
-                                       const OptionalTensor& residual, const OptionalTensor& weight,
-                                       const OptionalTensor& bias, const OptionalTensor& rng_state,
-                                       std::int64_t normalized_ndim, double eps, bool zero_centered,
-                                       double dropout_p, OptionalDtype output_dtype,
-                                       OptionalDtype sum_dtype, bool save_stats) {
-  const CallKeys keys({&input, address(residual), address(weight), address(bias)});
-  return call(norm_forward, "fused_op::norm_forward", keys, input, norm, input, residual, weight,
-              bias, rng_state, normalized_ndim, eps, zero_centered, dropout_p, output_dtype,
-              sum_dtype, save_stats);
+// Results for Python, which gets our reference to each; pybind11 would add one and drop ours, and
+// that takes the interpreter lock again. Undefined tensors become None.
+inline py::object to_python(at::Tensor&& tensor) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
+}
+template <typename... Tensors>
+py::tuple to_python(std::tuple<Tensors...>&& tensors) {
+  return std::apply([](Tensors&... each) { return py::make_tuple(to_python(std::move(each))...); },
+                    tensors);
 }
 
-inline FourTensors route_norm_backward(std::string_view norm, const at::Tensor& grad_output,
-                                       const OptionalTensor& grad_sum, const at::Tensor& x,
-                                       const OptionalTensor& weight, const OptionalTensor& bias,
-                                       const at::Tensor& stats, const OptionalTensor& rng_state,
-                                       std::int64_t normalized_ndim, bool zero_centered,
-                                       double dropout_p, bool x_is_output,
-                                       at::ScalarType input_dtype, OptionalDtype residual_dtype,
-                                       at::ScalarType param_dtype, std::array<bool, 4> wanted) {
+// norm_forward and norm_backward for tensors of any kind.
+inline py::tuple route_norm_forward(std::string_view norm, const at::Tensor& input,
+                                    const OptionalTensor& residual, const OptionalTensor& weight,
+                                    const OptionalTensor& bias, const OptionalTensor& rng_state,
+                                    std::int64_t normalized_ndim, double eps, bool zero_centered,
+                                    double dropout_p, OptionalDtype output_dtype,
+                                    OptionalDtype sum_dtype, bool save_stats) {
+  const CallKeys keys({&input, address(residual), address(weight), address(bias)});
+  return to_python(call(norm_forward, "fused_op::norm_forward", keys, input, norm, input, residual,
+                        weight, bias, rng_state, normalized_ndim, eps, zero_centered, dropout_p,
+                        output_dtype, sum_dtype, save_stats));
+}
+
+inline py::tuple route_norm_backward(std::string_view norm, const at::Tensor& grad_output,
+                                     const OptionalTensor& grad_sum, const at::Tensor& x,
+                                     const OptionalTensor& weight, const OptionalTensor& bias,
+                                     const at::Tensor& stats, const OptionalTensor& rng_state,
+                                     std::int64_t normalized_ndim, bool zero_centered,
+                                     double dropout_p, bool x_is_output, at::ScalarType input_dtype,
+                                     OptionalDtype residual_dtype, at::ScalarType param_dtype,
+                                     std::array<bool, 4> wanted) {
   // For another layout of a gradient the dispatcher's error would be a list of its own keys.
   check_dense("fused_op::norm_backward", "grad_output", grad_output);
   if (grad_sum) {
@@ -132,9 +143,9 @@ inline FourTensors route_norm_backward(std::string_view norm, const at::Tensor& 
   }
   const CallKeys keys(
       {&grad_output, address(grad_sum), &x, address(weight), address(bias), &stats});
-  return call(norm_backward, "fused_op::norm_backward", keys, x, norm, grad_output, grad_sum, x,
-              weight, bias, stats, rng_state, normalized_ndim, zero_centered, dropout_p,
-              x_is_output, input_dtype, residual_dtype, param_dtype, wanted);
+  return to_python(call(norm_backward, "fused_op::norm_backward", keys, x, norm, grad_output,
+                        grad_sum, x, weight, bias, stats, rng_state, normalized_ndim, zero_centered,
+                        dropout_p, x_is_output, input_dtype, residual_dtype, param_dtype, wanted));
 }
 
 // Python asks for main_grad only where the kernel is called at once.
@@ -194,10 +205,11 @@ inline py::object route_norm(std::string_view norm, py::handle input_object,
     return py::int_(int{kCast});
   }
   if (keys.is_plain() && !keys.needs_grad()) {
-    const auto [output, sum, stats] = call(
-        norm_forward, "fused_op::norm_forward", keys, input, norm, input, residual, weight, bias,
-        rng_state, normalized_ndim, eps, zero_centered, dropout_p, output_dtype, sum_dtype, false);
-    return residual ? py::object(py::make_tuple(output, sum)) : py::cast(output);
+    auto [output, sum, stats] = call(norm_forward, "fused_op::norm_forward", keys, input, norm,
+                                     input, residual, weight, bias, rng_state, normalized_ndim, eps,
+                                     zero_centered, dropout_p, output_dtype, sum_dtype, false);
+    return residual ? to_python(std::make_tuple(std::move(output), std::move(sum)))
+                    : to_python(std::move(output));
   }
   // Said here rather than by the kernel: what is not plain may never reach one.
   check_eps(op, eps);

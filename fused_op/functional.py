@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 import fused_op_cuda
@@ -350,13 +350,14 @@ class _NormFunction(torch.autograd.Function):
         rng_state: Tensor | None,
         call: Call,
     ) -> Any:
-        output, sum = _forward(ctx, input, residual, weight, bias, rng_state, call)
-        return output if residual is None else (output, sum)
+        return _forward(ctx, input, residual, weight, bias, rng_state, call)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_sum: Tensor | None = None) -> Any:
-        gradients = _backward(ctx, grad_output, grad_sum, ctx.needs_input_grad[:4])
-        return *gradients, *[None] * (len(ctx.needs_input_grad) - 4)
+        input, residual, weight, bias = _backward(
+            ctx, grad_output, grad_sum, ctx.needs_input_grad[:4]
+        )
+        return input, residual, weight, bias, None, None
 
 
 class FusedLayerNormFunction(torch.autograd.Function):
@@ -376,7 +377,8 @@ class FusedLayerNormFunction(torch.autograd.Function):
     ) -> Any:
         """Run the kernel and save what backward reads."""
         register_rules()
-        return _forward(ctx, input, None, weight, bias, None, Call("layer_norm", 0, eps))[0]
+        call: Call = ("layer_norm", 0, eps, False, 0.0, None, None, False, False)
+        return _forward(ctx, input, None, weight, bias, None, call)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> Any:
@@ -395,25 +397,35 @@ def _forward(
     bias: Tensor | None,
     rng_state: Tensor | None,
     call: Call,
-) -> tuple[Tensor, Tensor | None]:
-    tensors = input, residual, weight, bias, rng_state
+) -> Any:
+    (
+        norm, ndim, eps, zero_centered, dropout_p, output_dtype, sum_dtype,
+        memory_efficient, main_grad,
+    ) = call  # fmt: skip
     output, sum, stats = raw_forward()(
-        *(call.norm, *tensors, *op_options(call), any(ctx.needs_input_grad))
-    )
+        norm, input, residual, weight, bias, rng_state,
+        ndim, eps, zero_centered, dropout_p, output_dtype, sum_dtype, any(ctx.needs_input_grad),
+    )  # fmt: skip
     affine = weight if weight is not None else bias
-    ctx.call = call
-    ctx.dtypes = (
+    x_is_output = memory_efficient and stats is not None
+    x = output if x_is_output else input if residual is None else sum
+    kept_bias = bias if x_is_output or main_grad else None
+    ctx.save_for_backward(x, weight, kept_bias, stats, rng_state)
+    ctx.constants = (
+        norm,
+        ndim or (1 if affine is None else affine.dim()),
+        eps,
+        zero_centered,
+        dropout_p,
+        x_is_output,
+        main_grad,
         input.dtype,
         None if residual is None else residual.dtype,
         input.dtype if affine is None else affine.dtype,
+        output_dtype or input.dtype,
     )
-    ctx.normalized_ndim = call.normalized_ndim or (1 if affine is None else affine.dim())
-    ctx.x_is_output = call.memory_efficient and stats is not None
-    x = output if ctx.x_is_output else input if residual is None else sum
-    kept_bias = bias if ctx.x_is_output or call.main_grad else None
-    ctx.save_for_backward(x, weight, kept_bias, stats, rng_state)
     ctx.set_materialize_grads(False)
-    return output, sum
+    return output if residual is None else (output, sum)
 
 
 def _backward(
@@ -422,38 +434,39 @@ def _backward(
     grad_sum: Tensor | None,
     wanted: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    call, (input_dtype, residual_dtype, _) = ctx.call, ctx.dtypes
-    shared = shares_gradient(call.dropout_p, input_dtype, residual_dtype)
     x, weight, bias, stats, rng_state = ctx.saved_tensors
+    (
+        norm, ndim, eps, zero_centered, dropout_p, x_is_output, main_grad,
+        input_dtype, residual_dtype, param_dtype, output_dtype,
+    ) = ctx.constants  # fmt: skip
+    shared = shares_gradient(dropout_p, input_dtype, residual_dtype)
     if grad_output is None:
         if shared:
             return (grad_sum if wanted[0] else None, grad_sum if wanted[1] else None, None, None)
-        grad_output = torch.zeros_like(x, dtype=call.output_dtype or input_dtype)
+        grad_output = torch.zeros_like(x, dtype=output_dtype)
     backward: Any = fused_op_cuda.norm_backward
     if stats is None or open_blocks:  # no kernel in forward, or none now
-        backward, stats = reference.normalize_backward, call.eps
-    elif is_compiling():
+        backward, stats = reference.normalize_backward, eps
+    elif is_dynamo_compiling():
         backward = torch.ops.fused_op.norm_backward.default
     elif torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         # This gradient is itself differentiated, or batched by vmap. Means are computed again from
         # x, as PyTorch operations on all that the gradient depends on.
-        backward, stats = reference.normalize_backward, call.eps
-    if ctx.x_is_output and backward is reference.normalize_backward:
+        backward, stats = reference.normalize_backward, eps
+    if x_is_output and backward is reference.normalize_backward:
         raise RuntimeError(
-            f"fused_{call.norm}: with memory_efficient=True the input is not kept, so that its "
+            f"fused_{norm}: with memory_efficient=True the input is not kept, so that its "
             "gradient can neither be differentiated again nor be computed by other means"
         )
     arguments = (
-        *(call.norm, grad_output, grad_sum, x, weight, bias, stats, rng_state),
-        *(ctx.normalized_ndim, call.zero_centered, call.dropout_p, ctx.x_is_output),
-        *(*ctx.dtypes, wanted),
-    )
-    if call.main_grad:
-        grad_x, grad_residual, grad_weight, grad_bias = add_to_main_grad(
-            backward, arguments, weight, bias
-        )
+        norm, grad_output, grad_sum, x, weight, bias, stats, rng_state, ndim, zero_centered,
+        dropout_p, x_is_output, input_dtype, residual_dtype, param_dtype, wanted,
+    )  # fmt: skip
+    if main_grad:
+        gradients = add_to_main_grad(backward, arguments, weight, bias)
     else:
-        grad_x, grad_residual, grad_weight, grad_bias = backward(*arguments)
+        gradients = backward(*arguments)
+    grad_x, grad_residual, grad_weight, grad_bias = gradients
     # One tensor for both, as torch.add does: autograd copies where it would be stored twice.
     return (
         grad_x if wanted[0] else None,
@@ -506,7 +519,7 @@ def _norm(
             rng_state = dropout_state(input)
     # Here and in what calls this, arguments go one by one: unpacked tuples took a third of the time
     # of a call without a gradient, which ends at the first return.
-    is_traced = is_compiling()
+    is_traced = is_dynamo_compiling()
     if not is_traced:
         route: Any = check_alone if open_blocks else fused_op_cuda.norm
         result = route(
@@ -516,7 +529,7 @@ def _norm(
         if type(result) is not int:
             return result
     tensors = input, residual, weight, bias, rng_state
-    call = Call(
+    call = (
         norm, normalized_ndim, eps, zero_centered, dropout_p, output_dtype, sum_dtype,
         memory_efficient, main_grad,
     )  # fmt: skip
@@ -564,7 +577,7 @@ def _dispatch(tensors: Tensors, call: Call) -> Any:
     register_rules()
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _NormFunction.apply(*tensors, call)  # type: ignore[no-untyped-call]
-    output, sum, _ = raw_forward()(call.norm, *tensors, *op_options(call), False)
+    output, sum, _ = raw_forward()(call[0], *tensors, *op_options(call), False)
     return output if tensors[1] is None else (output, sum)
 
 

@@ -10,13 +10,12 @@ import torch.nn.functional as F
 
 import fused_op
 from fused_op import fused_add_layer_norm, fused_layer_norm, reference
-from fused_op._routes import Call
 from tests.calls import Calls, arguments, assert_same, binding_arguments, loss, outputs
 
 
 def test_short_apply_is_the_whole_apply(op):
     norm, *rest = binding_arguments(op, arguments(op, requires_grad=True))
-    tensors, call = rest[:5], Call(norm, *rest[5:])
+    tensors, call = rest[:5], (norm, *rest[5:], False, False)  # memory_efficient, main_grad
     results = []
     for apply in (fused_op.functional._apply, fused_op.functional._NormFunction.apply):
         result = apply(*tensors, call)

@@ -63,7 +63,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   const A inverse_cols = reciprocal(static_cast<A>(width));
   const auto col_of = [&](int i) { return ((i * ctas + rank) * kMaxRowThreads + thread) * N; };
 
-  const ClusterExchange<PullbackSums<A>, kSlots> exchange{piece_sums, arrivals, ctas, ctas};
+  const ClusterExchange<PullbackSums<A>, kSlots> exchange{
+      piece_sums, arrivals, ctas, ctas, cluster_rows(args.rows, first_row, clusters)};
   exchange.begin();
   await_kernels_before();
 

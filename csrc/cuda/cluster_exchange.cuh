@@ -28,6 +28,12 @@ __device__ __forceinline__ unsigned cluster_id() {
   return id;
 }
 
+// How many of a grid's rows the cluster takes whose first one is first_row.
+__device__ __forceinline__ unsigned cluster_rows(std::int64_t rows, std::int64_t first_row,
+                                                 std::int64_t clusters) {
+  return static_cast<unsigned>(rows - first_row + clusters - 1) / static_cast<unsigned>(clusters);
+}
+
 // The place of a pointer into shared memory in that of another CTA of the cluster.
 __device__ __forceinline__ std::uint32_t of_cta(const void* pointer, int rank) {
   std::uint32_t mapped;
@@ -47,6 +53,7 @@ struct ClusterExchange {
   std::uint64_t* arrivals;  // [kSlots] mbarriers, likewise
   int per_row;
   int ctas;
+  unsigned rows;  // of this cluster
 
   // All threads of the cluster. Between begin() and ready() there may be work that needs no other
   // CTA: they may not run yet.
@@ -59,8 +66,8 @@ struct ClusterExchange {
       }
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #pragma unroll
-      for (int slot = 0; slot < kSlots; ++slot) {
-        expect(slot);
+      for (int row = 0; row < kSlots; ++row) {
+        expect(row);
       }
     }
     __syncwarp();
@@ -110,7 +117,7 @@ struct ClusterExchange {
         "r"(row / kSlots % 2)
         : "memory");
     if (kSlots > 1 && threadIdx.x == 0) {
-      expect(slot);
+      expect(row + kSlots);
     }
     return of_row(row);
   }
@@ -119,11 +126,13 @@ struct ClusterExchange {
   __device__ __forceinline__ Value* of_row(unsigned row) const {
     return values + row % kSlots * per_row;
   }
-  __device__ __forceinline__ void expect(unsigned slot) const {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                     shared_address(arrivals + slot)),
-                 "r"(per_row * static_cast<int>(sizeof(Value)))
-                 : "memory");
+  __device__ __forceinline__ void expect(unsigned row) const {
+    if (row < rows) {
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                       shared_address(arrivals + row % kSlots)),
+                   "r"(per_row * static_cast<int>(sizeof(Value)))
+                   : "memory");
+    }
   }
 };
 

@@ -28,8 +28,13 @@ __global__ void __launch_bounds__(kFlatThreads)
   await_kernels_before();
   __shared__ Pack<T, N> packs[kFlatRows * kMaxCols / N];
   const T* const input = static_cast<const T*>(args.input.data) + first_row * width;
-  for (int i = threadIdx.x; i * N < span; i += kFlatThreads) {
+  for (int i = threadIdx.x; (i + 1) * N <= span; i += kFlatThreads) {
     packs[i] = VectorAccess::load<N>(input, i * N, span);
+  }
+  T* const values = reinterpret_cast<T*>(packs);
+  const int rest = span / N * N + threadIdx.x;  // less than a pack, of the last rows
+  if (rest < span) {
+    values[rest] = input[rest];
   }
   const W* const weights = static_cast<const W*>(args.weight);
   const W* const biases = static_cast<const W*>(args.bias);
@@ -44,7 +49,6 @@ __global__ void __launch_bounds__(kFlatThreads)
   const A eps = static_cast<A>(args.eps);
   __syncthreads();
 
-  T* const values = reinterpret_cast<T*>(packs);
   for (int row = threadIdx.x; row < rows; row += kFlatThreads) {
     T* const mine = values + row * width;
     T x[kMaxCols];
@@ -84,7 +88,6 @@ __global__ void __launch_bounds__(kFlatThreads)
   for (int i = threadIdx.x; (i + 1) * N <= span; i += kFlatThreads) {
     VectorAccess::store(output, i * N, span, packs[i]);
   }
-  const int rest = span / N * N + threadIdx.x;  // less than a pack, of the last rows
   if (rest < span) {
     output[rest] = values[rest];
   }

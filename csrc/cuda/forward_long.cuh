@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kClusterWarps* kWarpSize, 2)
     return held + ((part - cta_begin) * kVectors + i) * kWarpSize * kVectorBytes;
   };
   const auto ctas = static_cast<int>(cluster_size());
-  const ClusterExchange<WarpMoments<A>, 1> exchange{parts, &arrivals, row_parts, ctas};
+  const ClusterExchange<WarpMoments<A>, 1> exchange{parts, &arrivals, row_parts, ctas, 1};
   exchange.begin();
   await_kernels_before();
   const Source source(args, row);

@@ -55,7 +55,9 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   __shared__ std::uint64_t arrivals[kPipelinedSlots];
   extern __shared__ uint4 shared[];
   auto* const parts = reinterpret_cast<WarpMoments<A>*>(shared);
-  const ClusterExchange<WarpMoments<A>, kPipelinedSlots> exchange{parts, arrivals, row_parts, ctas};
+  const std::int64_t first_row = cluster_id();
+  const ClusterExchange<WarpMoments<A>, kPipelinedSlots> exchange{
+      parts, arrivals, row_parts, ctas, cluster_rows(args.rows, first_row, clusters)};
   exchange.begin();
   await_kernels_before();
 
@@ -76,7 +78,6 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     }
     __pipeline_commit();  // an empty group too: the count of groups is the count of rows
   };
-  const std::int64_t first_row = cluster_id();
 #pragma unroll
   for (int stage = 0; stage < kStages; ++stage) {
     copy(first_row + stage * clusters, stage);

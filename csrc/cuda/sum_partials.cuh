@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kSumLanes* kSumRows, 4)
   const A* from = partials + threadIdx.y * row + blockIdx.y * stride + col;
   await_kernels_before();
   A sum[N] = {};
-  if (col < stride) {
+  if (col < cols) {
     constexpr int kAtOnce = 9;  // loads in flight: all of them, for 132 parts
     for (int part = threadIdx.y; part < parts; part += kSumRows * kAtOnce) {
       Pack<A, N> addends[kAtOnce];

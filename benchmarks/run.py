@@ -32,8 +32,8 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def default_timer(device: torch.device) -> Timer:
-    return GraphTimer(device) if device.type == "cuda" else HostTimer()
+def default_timer(device: torch.device, rounds: int = 7) -> Timer:
+    return GraphTimer(device, rounds) if device.type == "cuda" else HostTimer(rounds)
 
 
 def run_cases(
@@ -167,6 +167,7 @@ def main() -> None:
         metavar="NAME,...",
         help="default: every peer that can be imported",
     )
+    parser.add_argument("--rounds", type=int, default=7, help="of which the median counts")
     options = parser.parse_args()
     try:
         peers = select(options.peers)
@@ -190,7 +191,7 @@ def main() -> None:
         report.write_json(options.json, result)
         print(report.case_table(row) + "\n", flush=True)
 
-    run_cases(missing, default_timer(device), peers, device, keep)
+    run_cases(missing, default_timer(device, options.rounds), peers, device, keep)
     report.write_json(options.json, result)
     print(f"{len(rows)} cases in {options.json}")
 

@@ -144,19 +144,36 @@ def test_training_of_an_exported_program_is_refused(device):
 def test_aot_inductor_package(device, tmp_path):
     """Catches an op that runs from Python alone: the package calls it from C++. In a process of its
     own, since what it does wrong there ends the process."""
-    context = torch.multiprocessing.get_context("spawn")
-    child = context.Process(target=check_package, args=(device, str(tmp_path / "model.pt2")))
+    path = str(tmp_path / "model.pt2")
+    status = exit_status(check_package, device, path)
+    if status != 0 and exit_status(check_package_without_our_ops, device, path) != 0:
+        pytest.skip("PyTorch cannot load a package of its own ops here either")
+    assert status == 0
+
+
+def exit_status(function, *args) -> int | None:
+    child = torch.multiprocessing.get_context("spawn").Process(target=function, args=args)
     child.start()
     child.join()
-    assert child.exitcode == 0
+    return child.exitcode
+
+
+def check_package_without_our_ops(device: str, path: str) -> None:
+    x = torch.randn(9, 16, device=device)
+    with torch.no_grad():
+        packaged(torch.export.export(nn.LayerNorm(16, device=device), (x,)), path)(x)
+
+
+def packaged(program: torch.export.ExportedProgram, path: str):
+    with torch._inductor.config.patch(force_disable_caches=True):
+        torch._inductor.aoti_compile_and_package(program, package_path=path)
+    return torch._inductor.aoti_load_package(path)
 
 
 def check_package(device: str, path: str) -> None:
     faulthandler.enable()
     program = exported(device)
-    with torch._inductor.config.patch(force_disable_caches=True):
-        torch._inductor.aoti_compile_and_package(program, package_path=path)
-    compiled = torch._inductor.aoti_load_package(path)
+    compiled = packaged(program, path)
     for rows in (9, 2):
         x = torch.randn(rows, 3, 16, device=device)
         with torch.no_grad():

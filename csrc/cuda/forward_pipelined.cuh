@@ -6,8 +6,6 @@
 
 #include <cuda_pipeline_primitives.h>
 
-#include <type_traits>
-
 #include "core/norm_args.h"
 #include "core/row_source.h"
 #include "cuda/cluster_exchange.cuh"
@@ -16,10 +14,6 @@
 
 namespace fused_op::cuda {
 
-template <typename Source, typename Access>
-constexpr bool kPipelined =
-    std::is_same_v<Source, Plain<typename Source::Element>> && Access::kWholePacks &&
-    sizeof(Accumulator<typename Source::Element>) == 4;
 constexpr int kPipelinedParts = kMaxRowThreads / kWarpSize;  // of a CTA: a warp has one
 constexpr int kPipelinedStages = 3;                          // five were no faster
 constexpr int kPipelinedSlots = 4;

@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <atomic>
 #include <initializer_list>
+#include <type_traits>
 
 #include "core/norm_args.h"
+#include "core/row_source.h"
 #include "cuda/dependent_launch.cuh"
 #include "cuda/launch.h"
 #include "cuda/row_tile.h"
@@ -28,6 +30,12 @@ auto with_access(std::int64_t cols, std::initializer_list<ConstRows> rows, Funct
   return whole ? function.template operator()<VectorAccess>()
                : function.template operator()<ShiftedAccess>();
 }
+
+// Whether there are kernels in which a cluster takes several of the longest rows in turn: of rows
+// that are copied to shared memory as they lie.
+template <typename Source, typename Access>
+constexpr bool kInTurn = std::is_same_v<Source, Plain<typename Source::Element>> &&
+                         Access::kWholePacks && sizeof(Accumulator<typename Source::Element>) == 4;
 
 // An attribute of one kernel, set at its first launch on each device. A failure shows at the
 // launch, and the next one tries again.

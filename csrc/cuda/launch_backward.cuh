@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
 #include "core/dispatch.h"
 #include "cuda/fused_op_kernel.cuh"
@@ -45,10 +44,6 @@ constexpr bool kHasFewKernel =
 // sums and columns, and clusters: 8.7 15.5 at 8x65536, 11.8 16.3 at 16x65536, 28.3 22.3 at
 // 32x65536.
 constexpr std::int64_t kMinClusterRows = 32;
-template <typename Source, typename Access>
-constexpr bool kHasClusterKernel =
-    std::is_same_v<Source, Plain<typename Source::Element>> && Access::kWholePacks &&
-    sizeof(Accumulator<typename Source::Element>) == 4;
 
 template <typename W, typename T>
 LaunchShape backward_cluster_shape(std::int64_t vectors, std::int64_t clusters) {
@@ -123,7 +118,7 @@ BackwardPlan plan_backward(const NormBackwardArgs& args, const Queue& queue) {
     plan.shared_bytes = static_cast<std::size_t>(plan.threads / Tile::kLanes) * kGroupBytes;
     plan.parts = std::min<std::int64_t>(device.multiprocessors * Layout::kCtasPerSm,
                                         ceil_div(args.rows, plan.threads / row_threads));
-  } else if constexpr (kHasClusterKernel<Source, Access>) {
+  } else if constexpr (kInTurn<Source, Access>) {
     plan.parts = backward_clusters<W, Norm, T>(args, vectors, queue);
     if (plan.parts > 0) {
       plan.path = BackwardPath::kClusters;
@@ -270,7 +265,7 @@ cudaError_t launch_backward(const NormBackwardArgs& args, cudaStream_t stream) {
             launch_backward_rows<W, Norm, Source, Access, Tile>(args, plan, queue, partials);
             break;
           case BackwardPath::kClusters:
-            if constexpr (kHasClusterKernel<Source, Access>) {
+            if constexpr (kInTurn<Source, Access>) {
               const std::int64_t vectors = ceil_div(args.cols, Source::kElements);
               queue.launch(norm_backward_cluster_kernel<W, Norm, T>,
                            backward_cluster_shape<W, T>(vectors, plan.parts), args, partials);

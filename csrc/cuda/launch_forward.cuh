@@ -30,7 +30,7 @@ template <typename W, typename Norm, typename Source, typename Access>
 void launch_long_rows(const NormForwardArgs& args, std::int64_t vectors, const Queue& queue) {
   const std::int64_t parts = ceil_div(vectors, kPartVectors);
   constexpr std::size_t kSlot = sizeof(WarpMoments<Accumulator<typename Source::Element>>);
-  if constexpr (!Source::kFlexible && !kPipelined<Source, Access>) {
+  if constexpr (!Source::kFlexible && !kInTurn<Source, Access>) {
     if (parts <= queue.device.max_cluster * kClusterParts) {
       const auto [ctas, cta_parts] = cluster_layout(parts, args.rows, kClusterParts, queue.device);
       const std::int64_t warps = ceil_div(cta_parts, ceil_div(cta_parts, kClusterWarps));
@@ -59,7 +59,7 @@ void launch_long_rows(const NormForwardArgs& args, std::int64_t vectors, const Q
 // 512x262144. (Rows of 1536 and 2048 vectors: no gain over registers.)
 template <typename W, typename Norm, typename Source, typename Access>
 bool launch_pipelined(const NormForwardArgs& args, std::int64_t vectors, const Queue& queue) {
-  if constexpr (kPipelined<Source, Access>) {
+  if constexpr (kInTurn<Source, Access>) {
     using T = typename Source::Element;
     using A = Accumulator<T>;
     const DeviceInfo& device = queue.device;

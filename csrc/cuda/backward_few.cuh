@@ -108,8 +108,8 @@ __device__ __forceinline__ void few_rows_dx(const NormBackwardArgs& args, std::i
   }
 }
 
-// The parameter gradients of kSlabLanes vectors of columns: kSlabLanes threads take a row, all of
-// them one row after another; then the threads' sums are added in order.
+// The parameter gradients of kSlabLanes vectors of columns: groups of kSlabLanes threads take rows
+// in turn, a thread a vector; then the threads' sums are added in order.
 constexpr int kSlabLanes = 8;
 template <typename W, typename Norm, typename Source, typename Access>
 __device__ __forceinline__ void few_rows_columns(const NormBackwardArgs& args, int slab) {

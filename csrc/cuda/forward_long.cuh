@@ -239,9 +239,9 @@ __global__ void __launch_bounds__(kClusterWarps* kWarpSize, 2)
     }
     exchange.send(0, part, part_moments<Norm, Access, Source, A>(packs, part, width));
   }
-  // Parameters of the first vectors while the moments are on their way. H200, bf16, RmsNorm, share
-  // of the limit with none; with two, and with four, that leave registers for four CTAs: 0.86 0.90
-  // 0.89 at 2048x65536, 0.82 0.89 0.87 at 1024x131072.
+  // Parameters of the first vectors while the moments are on their way. H200, bf16, RmsNorm of
+  // plain rows, which this kernel took before forward_pipelined.cuh did, share of the limit with
+  // none, two and four: 0.86 0.90 0.89 at 2048x65536, 0.82 0.89 0.87 at 1024x131072.
   constexpr int kAhead = 2;
   Affine<W, Norm, N> affine[kAhead];
   const auto load_affine = [&](int part) {

@@ -1,7 +1,7 @@
 // The forward of long rows, many of them in turn (sm_90): a cluster keeps weight and bias in
 // registers, copies rows into shared memory some turns ahead, and takes the moments of the next row
-// while those of this one are on their way between its CTAs. Bits are those of forward.cuh and
-// forward_long.cuh. Included by launch_*.cu only; torch-free.
+// while those of this one are on their way between its CTAs. Bits are those of forward_long.cuh.
+// Included by launch_*.cu only; torch-free.
 #pragma once
 
 #include <cuda_pipeline_primitives.h>

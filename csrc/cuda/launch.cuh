@@ -34,8 +34,9 @@ auto with_access(std::int64_t cols, std::initializer_list<ConstRows> rows, Funct
 // Whether there are kernels in which a cluster takes several of the longest rows in turn: of rows
 // that are copied to shared memory as they lie.
 template <typename Source, typename Access>
-constexpr bool kInTurn = std::is_same_v<Source, Plain<typename Source::Element>> &&
-                         Access::kWholePacks && sizeof(Accumulator<typename Source::Element>) == 4;
+constexpr bool kClustersTakeTurns =
+    std::is_same_v<Source, Plain<typename Source::Element>> && Access::kWholePacks &&
+    sizeof(Accumulator<typename Source::Element>) == 4;
 
 // An attribute of one kernel, set at its first launch on each device. A failure shows at the
 // launch, and the next one tries again.

@@ -118,7 +118,7 @@ BackwardPlan plan_backward(const NormBackwardArgs& args, const Queue& queue) {
     plan.shared_bytes = static_cast<std::size_t>(plan.threads / Tile::kLanes) * kGroupBytes;
     plan.parts = std::min<std::int64_t>(device.multiprocessors * Layout::kCtasPerSm,
                                         ceil_div(args.rows, plan.threads / row_threads));
-  } else if constexpr (kInTurn<Source, Access>) {
+  } else if constexpr (kClustersTakeTurns<Source, Access>) {
     plan.parts = backward_clusters<W, Norm, T>(args, vectors, queue);
     if (plan.parts > 0) {
       plan.path = BackwardPath::kClusters;
@@ -265,7 +265,7 @@ cudaError_t launch_backward(const NormBackwardArgs& args, cudaStream_t stream) {
             launch_backward_rows<W, Norm, Source, Access, Tile>(args, plan, queue, partials);
             break;
           case BackwardPath::kClusters:
-            if constexpr (kInTurn<Source, Access>) {
+            if constexpr (kClustersTakeTurns<Source, Access>) {
               const std::int64_t vectors = ceil_div(args.cols, Source::kElements);
               queue.launch(norm_backward_cluster_kernel<W, Norm, T>,
                            backward_cluster_shape<W, T>(vectors, plan.parts), args, partials);

@@ -30,7 +30,7 @@ template <typename W, typename Norm, typename Source, typename Access>
 void launch_long_rows(const NormForwardArgs& args, std::int64_t vectors, const Queue& queue) {
   const std::int64_t parts = ceil_div(vectors, kPartVectors);
   constexpr std::size_t kSlot = sizeof(WarpMoments<Accumulator<typename Source::Element>>);
-  if constexpr (!Source::kFlexible && !kInTurn<Source, Access>) {
+  if constexpr (!Source::kFlexible && !kClustersTakeTurns<Source, Access>) {
     if (parts <= queue.device.max_cluster * kClusterParts) {
       const auto [ctas, cta_parts] = cluster_layout(parts, args.rows, kClusterParts, queue.device);
       const std::int64_t warps = ceil_div(cta_parts, ceil_div(cta_parts, kClusterWarps));
@@ -54,12 +54,12 @@ void launch_long_rows(const NormForwardArgs& args, std::int64_t vectors, const Q
 }
 
 // Rows too long for registers, in turn, where clusters can hold them. H200, bf16, share of the
-// limit with a cluster a row, LayerNorm and RmsNorm, and so: 0.80 0.90, 0.90 0.92 at 4096x32768;
-// 0.76 0.88, 0.86 0.89 at 2048x65536; 0.74 0.88, 0.83 0.91 at 1024x131072; 0.65 0.83, 0.70 0.93 at
-// 512x262144. (Rows of 1536 and 2048 vectors: no gain over registers.)
+// limit with a cluster a row, LayerNorm and RmsNorm, and so: 0.79 0.90, 0.89 0.92 at 4096x32768;
+// 0.76 0.89, 0.84 0.88 at 2048x65536; 0.73 0.88, 0.81 0.91 at 1024x131072; 0.65 0.83, 0.69 0.92 at
+// 512x262144. (Shorter rows may lose by it: 0.94 0.98, 0.87 0.87 at 8192x16384.)
 template <typename W, typename Norm, typename Source, typename Access>
 bool launch_pipelined(const NormForwardArgs& args, std::int64_t vectors, const Queue& queue) {
-  if constexpr (kInTurn<Source, Access>) {
+  if constexpr (kClustersTakeTurns<Source, Access>) {
     using T = typename Source::Element;
     using A = Accumulator<T>;
     const DeviceInfo& device = queue.device;
@@ -89,9 +89,9 @@ bool launch_pipelined(const NormForwardArgs& args, std::int64_t vectors, const Q
     if (clusters == 0) {
       return false;  // a part of a GPU, too small for them
     }
-    // Some take their rows sooner than others, which equal shares leave without work in the end:
-    // small clusters take 16 rows, and make room for others. (0.88 0.92 of the limit at
-    // 4096x32768, RmsNorm. The start of larger ones costs more than that gains.)
+    // Equal shares are done when the slowest is. Small clusters take 16 rows each and make room for
+    // others: 0.88 0.92 of the limit at 4096x32768, RmsNorm. The start of larger ones costs more
+    // than that gains.
     if (ctas <= 2) {
       clusters = std::max(clusters, args.rows / 16);
     }

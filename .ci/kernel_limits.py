@@ -15,10 +15,14 @@ import time
 # Mangled names (ptxas knows no others), the registers a thread may take, the threads that then fit.
 LIMITS = (
     (r"norm_forward_kernel\w*Plain\w*VectorAccess", 64, 1024),
+    (r"norm_forward_kernel\w*TightTile", 56, 1152),
+    (r"norm_forward_kernel\w*WordRows\w*AccessENS0_7RowTile", 64, 1024),
+    (r"norm_forward_flat_kernel\w*Li[12348]E", 64, 1024),
     (r"norm_forward_streamed_kernel\w*Plain\w*VectorAccess", 64, 1024),
     (r"norm_backward_kernel\w*Plain\w*VectorAccess\w*RowTileILi\d+ELi1E", 80, 768),
     (r"norm_backward_kernel", 128, 512),
-    (r"", 128, 512),
+    (r"norm_forward_flat_kernel", 160, 384),
+    (r"^(?!\w*norm_forward_flat)", 128, 512),
 )
 KERNEL = re.compile(
     r"Function properties for (\w+)\s+\d+ bytes stack frame, (\d+) bytes spill stores"

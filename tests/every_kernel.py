@@ -1,7 +1,7 @@
 """Runs every CUDA kernel on small inputs, for tools that watch memory and threads.
 
     compute-sanitizer --tool memcheck python -m tests.every_kernel
-    compute-sanitizer --tool racecheck python -m tests.every_kernel --dtype bfloat16
+    compute-sanitizer --tool racecheck python -m tests.every_kernel --dtype bfloat16 --share 1/8
 
 It checks no values (the tests do): each call has a shape that another tile of the kernels takes,
 and rows that begin at multiples of 16 bytes or do not. The options that have kernels of their own
@@ -11,6 +11,9 @@ come on top: dropout, other dtypes, a saved output, rows at two strides, sums ad
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice, product
 
 import torch
 
@@ -27,27 +30,44 @@ SHAPES = (
     *((rows, vectors) for rows in (8, 272) for vectors in (1024, 1280, 1536, 2048)),
     *((8, vectors) for vectors in (4096, 32769)),
     (144, 2049),
-    (40, 16385),
+    (40, 24577),
 )
+WORDS = (250, 350, 511, 1101)  # of 4 bytes, of a row that is no whole number of vectors
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--dtype", help="of the input; default: all")
-    chosen = parser.parse_args(argv).dtype
-    calls = 0
+    parser.add_argument(
+        "--share", default="1/1", metavar="I/N", help="the calls I, I + N, ... from 1 on"
+    )
+    options = parser.parse_args(argv)
+    first, shares = map(int, options.share.split("/"))
+    done = 0
     for pair in PAIRS:
-        if chosen is not None and pair.rows != getattr(torch, chosen):
+        if options.dtype is not None and pair.rows != getattr(torch, options.dtype):
             continue
-        for op, rows, cols, shift in cases(pair):
-            inputs = make_inputs(op, pair, rows, cols, shift)
-            outputs = op.fused(**inputs)
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
-            calls += 1
-        calls += call_options(pair)
+        for call in islice(calls(pair), first - 1, None, shares):
+            call()
+            done += 1
         torch.cuda.synchronize()
-        print(f"{pair}: {calls} calls forward and backward", flush=True)
+        print(f"{pair}: {done} calls forward and backward", flush=True)
+
+
+def calls(pair: Pair) -> Iterator[Callable[[], None]]:
+    """Every call of the pair, forward and backward."""
+    for op, rows, cols, shift in cases(pair):
+        yield partial(call_op, op, pair, rows, cols, shift)
+    if pair.rows == torch.float64:
+        return
+    vector = 16 // pair.rows.itemsize
+    for op in OPS:
+        for options, (rows, vectors) in product(options_of(op), SHAPES):
+            for shift in (0,) if "zero_centered" in options else (0, 1):
+                yield partial(call_op, op, pair, rows, vectors * vector - shift, shift, **options)
+    for cls in (FusedLayerNorm, FusedRMSNorm):
+        for cols in (64, 256, 2048):
+            yield partial(call_heads, cls, pair, cols)
 
 
 def cases(pair: Pair) -> list[tuple[Op, int, int, int]]:
@@ -58,13 +78,24 @@ def cases(pair: Pair) -> list[tuple[Op, int, int, int]]:
     less_than_one = [
         (op, 304, cols, 0) for cols in range(1, vector) for op in OPS if op not in unpadded
     ]
-    return less_than_one + [
-        (op, rows, vectors * vector - shift, shift)
-        for rows, vectors in SHAPES
-        for shift in (0, 1)
+    in_words = [
+        (op, 272, max(1, 4 // pair.rows.itemsize) * words, shift)
+        for words in WORDS
+        for shift in (1, 2)
         for op in OPS
-        if shift == 0 or op not in unpadded
+        if op not in unpadded
     ]
+    return (
+        less_than_one
+        + in_words
+        + [
+            (op, rows, vectors * vector - shift, shift)
+            for rows, vectors in SHAPES
+            for shift in (0, 1)
+            for op in OPS
+            if shift == 0 or op not in unpadded
+        ]
+    )
 
 
 OPTIONS = (
@@ -76,37 +107,28 @@ OPTIONS = (
 )
 
 
-def call_options(pair: Pair) -> int:
-    """Forward and backward with each option that the op has; returns how many calls."""
-    if pair.rows == torch.float64:
-        return 0
-    calls = 0
-    vector = 16 // pair.rows.itemsize
-    for op in OPS:
-        if op.zero_centered:
-            continue
-        for options in OPTIONS:
-            if op.adds is ("memory_efficient" in options) or (
-                "residual_dtype" in options and not op.adds
-            ):
-                continue
-            for rows, vectors in SHAPES:
-                for shift in (0,) if "zero_centered" in options else (0, 1):
-                    inputs = make_inputs(op, pair, rows, vectors * vector - shift, shift)
-                    outputs = op.fused(**inputs, **options)
-                    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-                    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
-                    calls += 1
-    for cls in (FusedLayerNorm, FusedRMSNorm):  # heads of a packed tensor, and main_grad
-        for cols in (64, 256, 2048):
-            packed = torch.rand(2, 9, 3, 4, cols, dtype=pair.rows, device="cuda")
-            norm = cls(cols, dtype=pair.params, device="cuda", fuse_wgrad_accumulation=True)
-            for parameter in norm.parameters():
-                parameter.main_grad = torch.zeros(cols, device="cuda")
-            y = norm(packed[:, :, 1].requires_grad_())
-            y.backward(packed[:, :, 2])
-            calls += 1
-    return calls
+def options_of(op: Op) -> list[dict[str, object]]:
+    """The options that the op has."""
+    if op.zero_centered:
+        return []
+    missing = "memory_efficient" if op.adds else "residual_dtype"
+    return [options for options in OPTIONS if missing not in options]
+
+
+def call_op(op: Op, pair: Pair, rows: int, cols: int, shift: int, **options) -> None:
+    outputs = op.fused(**make_inputs(op, pair, rows, cols, shift), **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+
+
+def call_heads(cls, pair: Pair, cols: int) -> None:
+    """Heads of a packed tensor, and main_grad."""
+    packed = torch.rand(2, 9, 3, 4, cols, dtype=pair.rows, device="cuda")
+    norm = cls(cols, dtype=pair.params, device="cuda", fuse_wgrad_accumulation=True)
+    for parameter in norm.parameters():
+        parameter.main_grad = torch.zeros(cols, device="cuda")
+    y = norm(packed[:, :, 1].requires_grad_())
+    y.backward(packed[:, :, 2])
 
 
 def make_inputs(op, pair, rows: int, cols: int, shift: int) -> dict[str, torch.Tensor]:

@@ -32,17 +32,18 @@ LENGTH = 1 << 16  # bytes that a call is described in
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--calls", type=int, default=0, help="that many, however long they take")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--last-call", help=argparse.SUPPRESS)  # of the inner process: the file
     options = parser.parse_args(argv)
     if options.last_call is not None:
-        fuzz(options.seconds, options.seed, options.device, options.last_call)
+        fuzz(options.seconds, options.calls, options.seed, options.device, options.last_call)
         return
     with tempfile.TemporaryDirectory() as folder:
         last_call = os.path.join(folder, "call")
         command = [sys.executable, "-m", "tests.fuzz_binding", "--last-call", last_call]
-        for name in ("seconds", "seed", "device"):
+        for name in ("seconds", "calls", "seed", "device"):
             command += [f"--{name}", str(getattr(options, name))]
         status = subprocess.run(command, check=False).returncode
         if status != 0:
@@ -51,8 +52,9 @@ def main(argv: list[str] | None = None) -> None:
             sys.exit(f"seed {options.seed}: status {status} in this call or soon after:\n{call}")
 
 
-def fuzz(seconds: float, seed: int, device: str, last_call: str) -> None:
-    """Calls until the time is over; prints how many there were, and how many got an answer."""
+def fuzz(seconds: float, calls: int, seed: int, device: str, last_call: str) -> None:
+    """Makes `calls` calls, or, for 0, calls until the time is over; prints how many there were, and
+    how many got an answer."""
     random.seed(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(1)
@@ -70,7 +72,7 @@ def fuzz(seconds: float, seed: int, device: str, last_call: str) -> None:
     made = answered = 0
     end = time.monotonic() + seconds
     with open(last_call, "wb", buffering=0) as file:
-        while time.monotonic() < end:
+        while made < calls if calls else time.monotonic() < end:
             function, args, kwargs = random.choice(makers)(pool)
             text = f"call {made}: {function.__name__}{describe(args)} {describe(kwargs)}"
             os.pwrite(file.fileno(), text.encode()[:LENGTH].ljust(LENGTH, b"\0"), 0)

@@ -13,7 +13,7 @@ from tests.ops import BF16, F16, F32, F64, OPS, PAIRS, TOLERANCE, Op, Pair, cond
 
 SHORT = [pair for pair in PAIRS if pair.rows in (F16, BF16)]
 # A sum over some of them is not exact, nor is 1 / cols; the last is longer than a CTA's registers.
-WIDTHS = [31, 1000, 1023, 4096, 12288, 40_000]
+WIDTHS = [4, 7, 31, 1000, 1022, 1023, 4096, 12288, 40_000]
 
 
 @pytest.mark.parametrize("pair", SHORT, ids=str)

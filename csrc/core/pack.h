@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
@@ -109,14 +110,41 @@ FUSED_OP_HD void unpack(const Pack<T, N>& pack, Accumulator<T> (&values)[N]) {
   }
 }
 
+#ifdef __CUDACC__
+// Two 16-bit elements in one instruction.
+template <typename T>
+FUSED_OP_HD std::uint32_t word_from(float low, float high) {
+  std::uint32_t word;
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    memcpy(&word, &pair, sizeof(word));
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    memcpy(&word, &pair, sizeof(word));
+  }
+  return word;
+}
+#endif
+
 // Back to elements: the one rounding.
 template <typename T, int N>
 FUSED_OP_HD Pack<T, N> pack_from(const Accumulator<T> (&values)[N]) {
-  T elements[N];
-  for (int j = 0; j < N; ++j) {
-    elements[j] = static_cast<T>(values[j]);
+#ifdef __CUDACC__
+  if constexpr (sizeof(T) == 2) {
+    Pack<T, N> pack;
+    for (int j = 0; j < N / 2; ++j) {
+      pack.words[j] = word_from<T>(values[2 * j], values[2 * j + 1]);
+    }
+    return pack;
+  } else
+#endif
+  {
+    T elements[N];
+    for (int j = 0; j < N; ++j) {
+      elements[j] = static_cast<T>(values[j]);
+    }
+    return as_pack(elements);
   }
-  return as_pack(elements);
 }
 
 #ifdef __CUDACC__
@@ -140,24 +168,6 @@ FUSED_OP_HD void unpack(const Pack<__half, N>& pack, float (&values)[N]) {
     values[2 * j] = both.x;
     values[2 * j + 1] = both.y;
   }
-}
-template <>
-FUSED_OP_HD Pack<__nv_bfloat16, 8> pack_from(const float (&values)[8]) {
-  Pack<__nv_bfloat16, 8> pack;
-  for (int j = 0; j < 4; ++j) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(values[2 * j], values[2 * j + 1]);
-    memcpy(&pack.words[j], &pair, sizeof(pair));
-  }
-  return pack;
-}
-template <>
-FUSED_OP_HD Pack<__half, 8> pack_from(const float (&values)[8]) {
-  Pack<__half, 8> pack;
-  for (int j = 0; j < 4; ++j) {
-    const __half2 pair = __floats2half2_rn(values[2 * j], values[2 * j + 1]);
-    memcpy(&pack.words[j], &pair, sizeof(pair));
-  }
-  return pack;
 }
 #endif
 

@@ -62,6 +62,13 @@ struct Plain {
   FUSED_OP_HD const T* row() const { return input; }
 };
 
+// The same in packs of 4 bytes: of rows that are no whole number of vectors.
+template <typename T>
+struct WordRows : Plain<T> {
+  static constexpr int kElements = 4 / sizeof(T);
+  using Plain<T>::Plain;
+};
+
 // The same at two strides.
 template <typename T>
 struct SplitRows : Plain<T> {

@@ -6,7 +6,7 @@
 //   row_sum.cuh          sums over the threads of a row
 //   flexible.cuh         rows whose dtypes, and whether elements are dropped, are known at run time
 //   forward.cuh          norm_forward_kernel
-//   forward_flat.cuh     rows shorter than a vector
+//   forward_flat.cuh     rows no longer than a vector
 //   cluster_exchange.cuh how the CTAs of a cluster share sums
 //   forward_long.cuh     rows of any length
 //   forward_pipelined.cuh many long rows

@@ -118,41 +118,66 @@ bool in_spread(const NormForwardArgs& args, std::int64_t vectors, const DeviceIn
 // Whether a CTA takes its rows as one span.
 template <typename T>
 bool is_flat(const NormForwardArgs& args) {
-  return args.residual.data == nullptr && args.cols < kVector<T> &&
+  return args.residual.data == nullptr && args.cols <= kVector<T> &&
          args.input.stride == args.cols && vector_aligned(args.input.data);
+}
+
+// Whether rows are taken by words of 4 bytes, wherever they begin.
+template <typename T>
+bool in_words(const NormForwardArgs& args) {
+  const std::int64_t bytes = args.cols * sizeof(T);
+  return sizeof(T) <= 4 && args.residual.data == nullptr && bytes % kVectorBytes != 0 &&
+         bytes % 4 == 0 && bytes > kMinWords * 4 && bytes <= kMaxForwardVectors * kVectorBytes;
 }
 
 template <typename T, typename Function>
 auto with_flat_cols(std::int64_t cols, Function&& function) {
   if constexpr (kVector<T> > 4) {
-    if (cols > 4) return function.template operator()<8>();
+    if (cols == 8) return function.template operator()<8>();
+    if (cols == 7) return function.template operator()<7>();
+    if (cols == 6) return function.template operator()<6>();
+    if (cols == 5) return function.template operator()<5>();
   }
   if constexpr (kVector<T> > 2) {
-    if (cols > 2) return function.template operator()<4>();
+    if (cols == 4) return function.template operator()<4>();
+    if (cols == 3) return function.template operator()<3>();
   }
-  return function.template operator()<2>();
+  if (cols == 2) return function.template operator()<2>();
+  return function.template operator()<1>();
 }
 
 // Rows that are longer than one vector, or not one span.
 template <typename W, typename Norm, typename Source, typename Access>
 void launch_rows(const NormForwardArgs& args, const Queue& queue) {
   const std::int64_t vectors = ceil_div(args.cols, Source::kElements);
+  constexpr bool kWords = std::is_same_v<Source, WordRows<typename Source::Element>>;
   const auto launch_tile = [&]<typename Tile>() {
     const int row_threads = Tile::kLanes * row_warps<Tile>(vectors);
-    if constexpr (Tile::kLanes == kWarpSize && !Source::kFlexible) {
+    if constexpr (Tile::kLanes == kWarpSize && !Source::kFlexible && !kWords) {
       if (in_spread<Tile>(args, vectors, queue.device)) {
         queue.launch(norm_forward_kernel<W, Norm, Source, Access, SpreadTile<Tile::kVectors>>,
                      {static_cast<unsigned>(args.rows), row_threads * Tile::kVectors}, args);
         return;
       }
     }
-    const int threads = row_threads <= kWarpSize ? 128 : row_threads;
+    if constexpr (kWords && std::is_same_v<Access, VectorAccess>) {
+      if (args.rows * row_threads <= std::int64_t{queue.device.multiprocessors} * 1536) {
+        queue.launch(norm_forward_kernel<W, Norm, Source, Access, EagerTile<Tile>>,
+                     {static_cast<unsigned>(args.rows), row_threads}, args);
+        return;
+      }
+    }
+    constexpr int kShared =  // of a CTA with several rows
+        Tile::kOneWarp ? ForwardBounds<W, Source, Access, Tile>::kThreads : 128;
+    const int threads = row_threads <= kWarpSize ? kShared : row_threads;
     const auto grid = static_cast<unsigned>(ceil_div(args.rows, threads / row_threads));
     queue.launch(norm_forward_kernel<W, Norm, Source, Access, Tile>, {grid, threads}, args);
   };
   constexpr bool kShort = Source::kSplit && !Source::kFlexible;  // at most kMaxSplitBytes
   if constexpr (kShort) {
     with_short_forward_tile(vectors, launch_tile);
+  } else if constexpr (kWords) {
+    with_word_tile(vectors, launch_tile);
   } else if (vectors > (Source::kFlexible ? kMaxFlexibleVectors : kMaxForwardVectors)) {
     if (!launch_pipelined<W, Norm, Source, Access>(args, vectors, queue)) {
       launch_long_rows<W, Norm, Source, Access>(args, vectors, queue);
@@ -160,7 +185,8 @@ void launch_rows(const NormForwardArgs& args, const Queue& queue) {
   } else if constexpr (Source::kFlexible) {
     with_flexible_tile(vectors, launch_tile);
   } else {
-    with_forward_tile(vectors, launch_tile);
+    using Bounds = ForwardBounds<W, Source, Access, RowTile<kWarpSize, 4>>;
+    with_forward_tile<Bounds::kThreadsPerSm == 1024>(vectors, launch_tile);
   }
 }
 
@@ -177,10 +203,20 @@ cudaError_t launch_forward(const NormForwardArgs& args, cudaStream_t stream) {
     } else if (args.input.split.inner != 0) {
       launch_rows<W, Norm, SplitRows<T>, VectorAccess>(args, queue);
     } else if (is_flat<T>(args)) {
-      with_flat_cols<T>(args.cols, [&]<int kMaxCols>() {
-        queue.launch(norm_forward_flat_kernel<W, Norm, T, kMaxCols>,
-                     {static_cast<unsigned>(ceil_div(args.rows, kFlatRows)), kFlatThreads}, args);
+      with_flat_cols<T>(args.cols, [&]<int kCols>() {
+        const std::int64_t ctas = ceil_div(args.rows, FlatTile<T, kCols>::kCtaRows);
+        queue.launch(norm_forward_flat_kernel<W, Norm, T, kCols>,
+                     {static_cast<unsigned>(ctas), kFlatThreads}, args);
       });
+    } else if (in_words<T>(args)) {
+      if constexpr (sizeof(T) == 4) {
+        launch_rows<W, Norm, WordRows<T>, VectorAccess>(args, queue);
+      } else if constexpr (sizeof(T) == 2) {
+        const bool whole = reinterpret_cast<std::uintptr_t>(args.input.data) % 4 == 0 &&
+                           args.input.stride % 2 == 0;
+        whole ? launch_rows<W, Norm, WordRows<T>, VectorAccess>(args, queue)
+              : launch_rows<W, Norm, WordRows<T>, HalvesAccess>(args, queue);
+      }
     } else {
       with_source<T>(args.residual, [&]<typename Source>() {
         with_access<T>(

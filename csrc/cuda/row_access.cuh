@@ -38,18 +38,43 @@ __device__ __forceinline__ void store_shared(std::uint32_t address, const std::u
                : "memory");
 }
 
-// 16 bytes of global memory, where `wanted`; else `words` stay. One predicated instruction: of
-// loads in branches of their own, each would be waited for before the next is issued.
+// Words of global memory, 16 bytes or as many, where `wanted`; else `words` stay. One predicated
+// instruction: of loads in branches of their own, each would be waited for before the next is
+// issued.
+template <int kWords = 4>
 __device__ __forceinline__ void load_if(bool wanted, const void* address, std::uint32_t* words) {
-  asm volatile(
-      "{\n"
-      "  .reg .pred wanted;\n"
-      "  setp.ne.b32 wanted, %5, 0;\n"
-      "  @wanted ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
-      "}"
-      : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
-      : "l"(address), "r"(static_cast<int>(wanted))
-      : "memory");
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
+  if constexpr (kWords == 1) {
+    asm volatile(
+        "{\n"
+        "  .reg .pred wanted;\n"
+        "  setp.ne.b32 wanted, %2, 0;\n"
+        "  @wanted ld.global.b32 %0, [%1];\n"
+        "}"
+        : "+r"(words[0])
+        : "l"(address), "r"(static_cast<int>(wanted))
+        : "memory");
+  } else if constexpr (kWords == 2) {
+    asm volatile(
+        "{\n"
+        "  .reg .pred wanted;\n"
+        "  setp.ne.b32 wanted, %3, 0;\n"
+        "  @wanted ld.global.v2.b32 {%0, %1}, [%2];\n"
+        "}"
+        : "+r"(words[0]), "+r"(words[1])
+        : "l"(address), "r"(static_cast<int>(wanted))
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n"
+        "  .reg .pred wanted;\n"
+        "  setp.ne.b32 wanted, %5, 0;\n"
+        "  @wanted ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+        "}"
+        : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+        : "l"(address), "r"(static_cast<int>(wanted))
+        : "memory");
+  }
 }
 
 // Every row begins at a multiple of 16 bytes and is a whole number of packs long: a pack is wholly
@@ -60,7 +85,13 @@ struct VectorAccess {
 
   template <int N, typename T, typename Col>
   __device__ __forceinline__ static Pack<T, N> load(const T* row, Col col, Col width) {
-    return col < width ? *reinterpret_cast<const Pack<T, N>*>(row + col) : Pack<T, N>{};
+    if constexpr (sizeof(Pack<T, N>) < kVectorBytes) {
+      Pack<T, N> pack{};
+      load_if<sizeof(pack) / 4>(col < width, row + col, pack.words);
+      return pack;
+    } else {
+      return col < width ? *reinterpret_cast<const Pack<T, N>*>(row + col) : Pack<T, N>{};
+    }
   }
   // From the row's 16-byte blocks, at an address in shared memory.
   template <int N, typename T>
@@ -84,6 +115,31 @@ struct VectorAccess {
     for (int i = 0; i < kVectors; ++i) {
       store(row, col + i * kLanes * N, width, packs[i]);
     }
+  }
+};
+
+// Packs of two 16-bit elements that may lie across two words of 4 bytes. They are stored where rows
+// are dense.
+struct HalvesAccess : VectorAccess {
+  template <int N, typename T, typename Col>
+  __device__ __forceinline__ static Pack<T, N> load(const T* row, Col col, Col width) {
+    static_assert(N == 2 && sizeof(T) == 2);
+    Pack<T, N> pack;
+    asm volatile(
+        "{\n"
+        "  .reg .pred wanted;\n"
+        "  .reg .b16 low, high;\n"
+        "  mov.b16 low, 0;\n"
+        "  mov.b16 high, 0;\n"
+        "  setp.ne.b32 wanted, %2, 0;\n"
+        "  @wanted ld.global.b16 low, [%1];\n"
+        "  @wanted ld.global.b16 high, [%1 + 2];\n"
+        "  mov.b32 %0, {low, high};\n"
+        "}"
+        : "=r"(pack.words[0])
+        : "l"(row + col), "r"(static_cast<int>(col < width))
+        : "memory");
+    return pack;
   }
 };
 
@@ -280,6 +336,9 @@ __device__ __forceinline__ Pack<W, N> load_parameters(const W* parameters, Col c
     values[j] = static_cast<W>(absent);
   }
   Pack<W, N> pack = as_pack(values);
+  if constexpr (N < kBlock) {
+    load_if<sizeof(pack) / 4>(parameters != nullptr && col < width, parameters + col, pack.words);
+  }
 #pragma unroll
   for (int part = 0; part < N / kBlock; ++part) {
     load_if(parameters != nullptr && col + part * kBlock < width, parameters + col + part * kBlock,

@@ -66,6 +66,11 @@ constexpr int kClusterWarps = 8;                  // of a CTA, at most
 constexpr int kClusterParts = 2 * kClusterWarps;  // of a CTA, at most
 constexpr int kMaxCluster = 16;                   // CTAs
 constexpr int kMaxParts = kClusterParts * kMaxCluster;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kMostSmThreads = 1024;
+#else
+constexpr int kMostSmThreads = 1536;  // or 2048
+#endif
 template <typename W, typename Source, typename Access, typename Tile>
 struct ForwardBounds {
   static constexpr int kElement = sizeof(typename Source::Element);
@@ -88,7 +93,9 @@ struct ForwardBounds {
   static constexpr int kSmThreads = kFewVectors == 1   ? 1536
                                     : kFewVectors == 2 ? 1280
                                                        : kThreadsPerSm;
-  static constexpr int kCtasPerSm = Tile::kOneWarp ? kSmThreads / kThreads : Tile::kTight ? 2 : 1;
+  static constexpr int kMostCtas = kMostSmThreads / kThreads;
+  static constexpr int kCtas = Tile::kOneWarp ? kSmThreads / kThreads : Tile::kTight ? 2 : 1;
+  static constexpr int kCtasPerSm = kCtas < kMostCtas ? kCtas : kMostCtas;
 };
 
 // Four vectors a lane, so that a row's own work (sums over lanes, its root, its addresses) is

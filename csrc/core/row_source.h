@@ -68,6 +68,8 @@ struct WordRows : Plain<T> {
   static constexpr int kElements = 4 / sizeof(T);
   using Plain<T>::Plain;
 };
+template <typename Source>
+constexpr bool kByWords = Source::kElements < kVector<typename Source::Element>;
 
 // The same at two strides.
 template <typename T>

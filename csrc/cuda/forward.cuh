@@ -302,8 +302,7 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   // By words: all of them, or as many as fill 16 bytes. H200, with four words ahead and with eight,
   // share of 4.2 TB/s: 0.80 0.78 at 16384x8196, bf16, 0.97 0.95 at 32776x4095, fp32; with four,
   // eight and all, us: 3.35 2.65 2.03 at 64x1023, fp32.
-  constexpr bool kWords = kVector<T> > N;
-  constexpr int kAhead = kWords                         ? (Tile::kEager ? kVectors : kVector<T> / N)
+  constexpr int kAhead = kByWords<Source>               ? (Tile::kEager ? kVectors : kVector<T> / N)
                          : kVectors < 3 || Tile::kTight ? 1
                                                         : 2;
   Affine<W, Norm, N> affine[kAhead];

@@ -1,6 +1,6 @@
 // The forward of rows no longer than a vector, where norm_forward_kernel has a lane for each: dense
 // rows are one aligned span, and a thread has all rows of a few of its vectors. The same bits.
-// H200, bf16, LayerNorm, us of 4194304 rows of 1, 2, 3, 4 and 8 columns: 9 13 18 19 36; there 62 66
+// H200, bf16, LayerNorm, us of 4194304 rows of 1, 2, 3, 4 and 8 columns: 9 13 18 19 35; there 62 66
 // 63 63 42. Included by launch_*.cu only; torch-free.
 #pragma once
 
@@ -22,7 +22,9 @@ struct FlatTile {
   static constexpr int kVectors = kOneVector ? 1 : kCols;  // of a group
   static constexpr int kRows = kVectors * N / kCols;       // of a group
   static constexpr int kGroups = kRows == 8 || !kOneVector ? 1 : 2;
-  static constexpr int kCtasPerSm = kOneVector || kCols == 3 ? 0 : 1;  // 0: as the compiler likes
+  // Zero leaves registers to the compiler: up to 64 for these. Bounds of one and of four or five
+  // CTAs made them take more, or spill. For longer rows it stops at 128, and spills.
+  static constexpr int kCtasPerSm = kOneVector || kCols == 3 ? 0 : 1;
   static constexpr int kCtaVectors = kFlatThreads * kVectors * kGroups;
   static constexpr int kCtaRows = kFlatThreads * kRows * kGroups;
 };

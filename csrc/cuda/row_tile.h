@@ -66,10 +66,12 @@ constexpr int kClusterWarps = 8;                  // of a CTA, at most
 constexpr int kClusterParts = 2 * kClusterWarps;  // of a CTA, at most
 constexpr int kMaxCluster = 16;                   // CTAs
 constexpr int kMaxParts = kClusterParts * kMaxCluster;
+// Threads that any multiprocessor of this architecture has room for: bounds that ask for more are
+// an error of ptxas.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kMostSmThreads = 1024;
 #else
-constexpr int kMostSmThreads = 1536;  // or 2048
+constexpr int kMostSmThreads = 1536;
 #endif
 template <typename W, typename Source, typename Access, typename Tile>
 struct ForwardBounds {
@@ -111,12 +113,12 @@ auto with_short_forward_tile(std::int64_t vectors, Function&& function) {  // up
   if (vectors <= 16) return function.template operator()<RowTile<4, 4>>();
   return function.template operator()<RowTile<8, 4>>();
 }
-template <bool kTight, typename Function>
+template <typename Bounds, typename Function>
 auto with_forward_tile(std::int64_t vectors, Function&& function) {
   if (vectors <= 32) return with_short_forward_tile(vectors, function);
   if (vectors <= 64) return function.template operator()<RowTile<16, 4>>();
   const int warps = row_warps<RowTile<32, 4>>(vectors);
-  if constexpr (kTight) {
+  if constexpr (Bounds::kThreadsPerSm == 1024) {  // others keep more registers
     if (warps == 11 || warps == 12) return function.template operator()<TightTile>();
   }
   // Three where they make do with as many warps.

@@ -15,6 +15,7 @@
 #include "cuda/row_access.cuh"
 #include "cuda/row_sum.cuh"
 #include "cuda/row_tile.h"
+#include "cuda/word_access.cuh"
 
 namespace fused_op::cuda {
 
@@ -83,6 +84,7 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   constexpr bool kKeepRow = Layout::kKeepRow;
   constexpr bool kKeepPacks = Layout::kKeepPacks;
   constexpr bool kKeepWeight = Layout::kKeepWeight;
+  constexpr bool kStoreRow = Layout::kStoreRow;
   constexpr bool kTwoGradients = Source::kFlexible || Source::kDrops;
   using WeightPack = Pack<typename Layout::P, N>;
 
@@ -95,7 +97,9 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   const int warp = threadIdx.x / kLanes;
   const int group = team * warps + warp;
   const int width = static_cast<int>(args.cols);  // a row that fits into one CTA is short
-  const int first_col = (warp * kVectors * kLanes + lane) * N;
+  constexpr int kElements = kRun<Access, T, N>;
+  const int warp_col = warp * kVectors * kLanes * N;
+  const int first_col = warp_col + lane * kElements;
   const auto col_of = [&](int i) { return first_col + i * kLanes * N; };
   const std::int64_t cta_row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y;
   const std::int64_t first_row = cta_row + team;
@@ -104,9 +108,9 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   await_kernels_before();
   uint4* const blocks = shared + group * Layout::kGroupBlocks + lane;
   StagedRows<W, Source, Access, Tile> staged(args, steps, shared_address(blocks), first_row,
-                                             first_col, lane);
+                                             warp_col + lane * N, lane);
   // Where registers are left, statistics are read a row ahead, like the row itself.
-  constexpr bool kRoomy = !Access::kSharesBlocks || kKeepPacks;
+  constexpr bool kRoomy = !Access::kShifts || kKeepPacks;
   constexpr bool kSavedAhead = kRoomy && !Source::kDrops;
   const A* stats = static_cast<const A*>(args.stats) + first_row;
   const auto next_saved = [&](bool live) {
@@ -120,10 +124,7 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   uint4* const weight_blocks = blocks + kStages * Layout::kStageBlocks;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    WeightPack pack = parameters_of<W, N>(args.weight, args.param_dtype, col_of(i), width, 1);
-    if constexpr (Access::kSharesBlocks) {
-      Access::clip(width - col_of(i), pack);
-    }
+    const WeightPack pack = lane_weight<W, T, N, Access>(args, col_of(i), width);
     if constexpr (kKeepWeight) {
       kept[i] = pack;
     } else {
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
 
     // Lanes that take part in vector i: for shifted rows all of a warp, since they exchange.
     const auto takes_part = [&](int i) {
-      return !Access::kSharesBlocks ? col_of(i) < live_width : col_of(i) - lane * N < width;
+      return !Access::kSharesBlocks ? col_of(i) < live_width : col_of(i) - lane * kElements < width;
     };
     const auto expand = [&](const Pack<T, N>& x_pack, const Pack<T, N>& dy_pack, int i, A(&xhat)[N],
                             A(&dy)[N], A(&wdy)[N]) {
@@ -228,7 +229,7 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
     parity ^= 1;
     if (args.grad_input.data != nullptr || (kTwoGradients && args.grad_residual.data != nullptr)) {
       const Pullback<Norm, A> pullback(sums, normalizer, inverse_cols);
-      Pack<T, N> results[kKeepPacks ? kVectors : 1];
+      Pack<T, N> results[kStoreRow ? kVectors : 1];
       // Many shifted vectors: one at a time, nothing kept, or the registers do not suffice.
 #pragma unroll(kRoomy ? kVectors : 1)
       for (int i = 0; i < kVectors; ++i) {
@@ -264,14 +265,14 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
               Access::store(dx, col_of(i), live_width, pack_from<T, N>(xhat));
             }
           } else {
-            results[kKeepPacks ? i : 0] = pack_from<T, N>(xhat);
-            if constexpr (!kKeepPacks) {
+            results[kStoreRow ? i : 0] = pack_from<T, N>(xhat);
+            if constexpr (!kStoreRow) {
               Access::template store_row<kLanes>(dx, col_of(i), live_width, results);
             }
           }
         }
       }
-      if constexpr (kKeepPacks) {
+      if constexpr (kStoreRow) {
         Access::template store_row<kLanes>(dx, first_col, live_width, results);
       }
     }
@@ -306,11 +307,19 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   if (thread % kWarpSize < kLanes) {
     A* const mine =
         exchange + (Tile::kOneWarp ? thread / kWarpSize : team) * Norm::kGrads * row_cols;
+    const auto store = [&](A* sums, int col, const A(&values)[N]) {
+#pragma unroll
+      for (int first = 0; first < N; first += kElements) {
+        A run[kElements];
+        memcpy(run, values + first, sizeof(run));
+        VectorAccess::store(sums, col + first * kLanes, row_cols, as_pack(run));
+      }
+    };
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      VectorAccess::store(mine, col_of(i), row_cols, as_pack(dweight[i]));
+      store(mine, col_of(i), dweight[i]);
       if constexpr (Norm::kGrads == 2) {
-        VectorAccess::store(mine + row_cols, col_of(i), row_cols, as_pack(dbias[i]));
+        store(mine + row_cols, col_of(i), dbias[i]);
       }
     }
   }

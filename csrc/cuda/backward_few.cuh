@@ -14,6 +14,7 @@
 #include "cuda/row_access.cuh"
 #include "cuda/row_sum.cuh"
 #include "cuda/row_tile.h"
+#include "cuda/word_access.cuh"
 
 namespace fused_op::cuda {
 
@@ -32,7 +33,9 @@ __device__ __forceinline__ void few_rows_dx(const NormBackwardArgs& args, std::i
   const int width = static_cast<int>(args.cols);
   const int live_width = row < args.rows ? width : 0;
   row = min(row, args.rows - 1);
-  const auto col_of = [&](int i) { return ((warp * per_lane + i) * kWarpSize + lane) * N; };
+  const auto col_of = [&](int i) {
+    return (warp * per_lane + i) * kWarpSize * N + lane * kRun<Access, T, N>;
+  };
   // Past this lane's vectors no column is left.
   const auto width_at = [&](int i, int columns) { return i < per_lane ? columns : 0; };
   const T* const x_row = row_of<T>(args.x, row);
@@ -50,8 +53,7 @@ __device__ __forceinline__ void few_rows_dx(const NormBackwardArgs& args, std::i
     const int live = width_at(i, live_width);
     x[i] = Access::template load<N>(x_row, col_of(i), live);
     dy[i] = Access::template load<N>(dy_row, col_of(i), live);
-    weight[i] =
-        load_parameters<N>(static_cast<const W*>(args.weight), col_of(i), width_at(i, width), 1);
+    weight[i] = lane_weight<W, T, N, Access>(args, col_of(i), width_at(i, width));
     if constexpr (kSumAhead) {
       sum[i] = load_sum(i);
     }
@@ -65,7 +67,6 @@ __device__ __forceinline__ void few_rows_dx(const NormBackwardArgs& args, std::i
     const int live = width_at(i, live_width);
     if constexpr (Access::kSharesBlocks) {
       Access::clip(live - col_of(i), x[i], dy[i]);
-      Access::clip(width - col_of(i), weight[i]);
     }
     A gradient[N];
     unpack(x[i], xhat[i]);
@@ -182,7 +183,7 @@ __global__ void __launch_bounds__(kVectors == 2 ? kMaxBackwardWarps * kWarpSize 
     const std::int64_t first_row = static_cast<std::int64_t>(cta) * blockDim.y;
     few_rows_dx<W, Norm, Source, Access, kVectors>(args, first_row + threadIdx.y, per_lane);
   } else {
-    few_rows_columns<W, Norm, Source, Access>(args, cta - row_ctas);
+    few_rows_columns<W, Norm, Source, NeighbourAccess<Access>>(args, cta - row_ctas);
   }
 }
 

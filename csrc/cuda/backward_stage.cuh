@@ -28,12 +28,13 @@ struct BackwardLayout {
   static constexpr int kOwned = Tile::kVectors * N;
   static constexpr bool kKeeps =
       Tile::kCtaThreads == kMaxRowThreads;  // more have 96 registers each
-  static constexpr bool kKeepRow = kKeeps && !Access::kSharesBlocks &&
+  static constexpr bool kKeepRow = kKeeps && !Access::kShifts &&
                                    kOwned * sizeof(Accumulator<T>) <= (Source::kFlexible ? 32 : 64);
   static constexpr bool kKeepPacks =
-      kKeeps && Access::kSharesBlocks && Tile::kVectors <= (Source::kGradStreams == 2 ? 2 : 1);
-  static constexpr bool kKeepWeight =
-      (kKeeps || !Access::kSharesBlocks) && kOwned * sizeof(P) <= 32;
+      kKeeps && Access::kShifts && Tile::kVectors <= (Source::kGradStreams == 2 ? 2 : 1);
+  // Whether dx of all vectors is stored at once, with the edges of each but the row's left out.
+  static constexpr bool kStoreRow = Access::kSharesBlocks && (kKeepRow || kKeepPacks);
+  static constexpr bool kKeepWeight = (kKeeps || !Access::kShifts) && kOwned * sizeof(P) <= 32;
   static constexpr int kWeightBlocks = kKeepWeight ? 0 : kOwned * sizeof(P) / kVectorBytes;
   // Blocks a shifted row has more than vectors. One would do, but where there is room, rows begin
   // at multiples of 128 bytes in shared memory too. (Whole packs need that: one spare block there
@@ -189,10 +190,12 @@ class StagedRows {
   __device__ __forceinline__ void copy_vectors(int s, std::uint32_t to) {
     const int row_bytes = (width() - first_col_) * static_cast<int>(sizeof(T));  // from here on
     const int shift = Access::kWholePacks ? 0 : static_cast<int>(ahead_[s] % kVectorBytes);
+    const std::uintptr_t from =
+        Access::kWholePacks ? ahead_[s] : ahead_[s] / kVectorBytes * kVectorBytes;
 #pragma unroll
     for (int i = 0; i < Tile::kVectors + (Access::kWholePacks ? 0 : 1); ++i) {
       if (i * kStride < row_bytes + shift && (i < Tile::kVectors || lane_ == 0)) {
-        copy_async(to + s * kStreamBytes + i * kStride, ahead_[s] - shift + i * kStride);
+        copy_async(to + s * kStreamBytes + i * kStride, from + i * kStride);
       }
     }
   }

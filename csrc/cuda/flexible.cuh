@@ -162,6 +162,7 @@ __device__ __forceinline__ void store_values(const AnyRow& row, Col col, Col wid
 struct AnyAccess {
   static constexpr bool kWholePacks = false;
   static constexpr bool kSharesBlocks = false;
+  static constexpr bool kShifts = false;
 };
 
 // What a parameter is computed as.

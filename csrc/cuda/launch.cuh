@@ -20,15 +20,23 @@ inline bool vector_aligned(const void* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer) % kVectorBytes == 0;
 }
 
+// Whether every row of every argument begins at a multiple of so many bytes.
+template <int kBytes, typename T>
+bool rows_aligned(std::int64_t cols, std::initializer_list<ConstRows> rows) {
+  constexpr int kElements = kBytes / sizeof(T);
+  bool aligned = cols % kElements == 0;
+  for (const ConstRows& each : rows) {
+    aligned = aligned && reinterpret_cast<std::uintptr_t>(each.data) % kBytes == 0 &&
+              each.stride % kElements == 0;
+  }
+  return aligned;
+}
+
 // Calls function with VectorAccess where every row of every argument allows it.
 template <typename T, typename Function>
 auto with_access(std::int64_t cols, std::initializer_list<ConstRows> rows, Function&& function) {
-  bool whole = cols % kVector<T> == 0;
-  for (const ConstRows& each : rows) {
-    whole = whole && vector_aligned(each.data) && each.stride % kVector<T> == 0;
-  }
-  return whole ? function.template operator()<VectorAccess>()
-               : function.template operator()<ShiftedAccess>();
+  return rows_aligned<kVectorBytes, T>(cols, rows) ? function.template operator()<VectorAccess>()
+                                                   : function.template operator()<ShiftedAccess>();
 }
 
 // Whether there are kernels in which a cluster takes several of the longest rows in turn: of rows

@@ -142,6 +142,14 @@ BackwardPlan plan_backward(const NormBackwardArgs& args, const Queue& queue) {
   return plan;
 }
 
+// Whether rows that are no whole number of vectors are taken by words. (With a gradient of the sum
+// besides, registers do not suffice.)
+template <typename Source, typename Access, typename Tile>
+constexpr bool kHasWords =
+    std::is_same_v<Source, Plain<typename Source::Element>> &&
+    std::is_same_v<Access, ShiftedAccess> && sizeof(typename Source::Element) <= 4 &&
+    Tile::kLanes == kWarpSize && Tile::kVectors <= 2;
+
 template <typename T, typename W, typename Function>
 auto with_backward_variant(const NormBackwardArgs& args, Function&& function) {
   return with_norm(args.kind, [&]<typename Norm>() {
@@ -151,8 +159,22 @@ auto with_backward_variant(const NormBackwardArgs& args, Function&& function) {
         return function.template operator()<Norm, Flexible<T>, AnyAccess, Tile>();
       });
     } else {
+      const auto with_words = [&]<typename Source, typename Tile>() {
+        if constexpr (sizeof(T) == 2) {
+          if (!rows_aligned<4, T>(args.cols,
+                                  {args.x, args.grad_output, dense(args.grad_input.data)})) {
+            return function.template operator()<Norm, Source, WordAccess<true>, Tile>();
+          }
+        }
+        return function.template operator()<Norm, Source, WordAccess<false>, Tile>();
+      };
       const auto with_tile = [&]<typename Source, typename Access>() {
         return with_backward_tile<Source>(ceil_div(args.cols, kVector<T>), [&]<typename Tile>() {
+          if constexpr (kHasWords<Source, Access, Tile>) {
+            if (args.cols % kVector<T> != 0) {  // not where a row of whole vectors is misaligned
+              return with_words.template operator()<Source, Tile>();
+            }
+          }
           return function.template operator()<Norm, Source, Access, Tile>();
         });
       };
@@ -185,6 +207,10 @@ std::size_t backward_workspace(const NormBackwardArgs& args) {
       });
 }
 
+// One kernel for rows by words that may begin in the middle of one, and for those that do not.
+template <typename T, typename Access>
+using FewRowsAccess = std::conditional_t<std::is_same_v<Access, WordAccess<false>>,
+                                         WordAccess<(sizeof(T) == 2)>, Access>;
 template <typename W, typename Norm, typename Source, typename Access, typename Tile>
 void launch_few_rows(const NormBackwardArgs& args, const BackwardPlan& plan, const Queue& queue) {
   const dim3 block(plan.row_threads, plan.threads / plan.row_threads);
@@ -192,7 +218,8 @@ void launch_few_rows(const NormBackwardArgs& args, const BackwardPlan& plan, con
   const bool columns = args.grad_weight != nullptr || args.grad_bias != nullptr;
   const std::int64_t row_ctas = dx ? ceil_div(args.rows, block.y) : 0;
   const std::int64_t slabs = columns ? ceil_div(args.cols, kSlabLanes * Source::kElements) : 0;
-  queue.launch(norm_backward_few_kernel<W, Norm, Source, Access, (Tile::kVectors > 2 ? 4 : 2)>,
+  using Few = FewRowsAccess<typename Source::Element, Access>;
+  queue.launch(norm_backward_few_kernel<W, Norm, Source, Few, (Tile::kVectors > 2 ? 4 : 2)>,
                {static_cast<unsigned>(row_ctas + slabs), block}, args, static_cast<int>(row_ctas),
                Tile::kVectors);
 }
@@ -273,7 +300,7 @@ cudaError_t launch_backward(const NormBackwardArgs& args, cudaStream_t stream) {
             break;
           case BackwardPath::kColumns:
             if constexpr (Source::kFlexible || !Source::kSplit) {  // those are short
-              launch_columns<W, Norm, Source, Access>(args, plan, queue, partials);
+              launch_columns<W, Norm, Source, NeighbourAccess<Access>>(args, plan, queue, partials);
             }
             break;
         }

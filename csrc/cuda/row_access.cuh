@@ -82,6 +82,7 @@ __device__ __forceinline__ void load_if(bool wanted, const void* address, std::u
 struct VectorAccess {
   static constexpr bool kWholePacks = true;
   static constexpr bool kSharesBlocks = false;
+  static constexpr bool kShifts = false;
 
   template <int N, typename T, typename Col>
   __device__ __forceinline__ static Pack<T, N> load(const T* row, Col col, Col width) {
@@ -149,6 +150,7 @@ struct HalvesAccess : VectorAccess {
 struct ShiftedAccess {
   static constexpr bool kWholePacks = false;
   static constexpr bool kSharesBlocks = true;  // among neighbouring lanes
+  static constexpr bool kShifts = true;        // packs in registers, of which it takes many
 
   template <int N, typename T, typename Col>
   __device__ __forceinline__ static Pack<T, N> load(const T* row, Col col, Col width) {

@@ -35,7 +35,7 @@ SHAPES = (
 # Clusters of nine CTAs that take rows in turn. Not where each row has a cluster of its own: of more
 # of these than run at once, with more than eight CTAs, synccheck makes false reports.
 IN_TURN = (40, 16385)
-WORDS = (250, 350, 511, 1101)  # of 4 bytes, of a row that is no whole number of vectors
+WORDS = (100, 250, 350, 511, 1101, 2501)  # of 4 bytes, of a row that is no whole number of vectors
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -2,6 +2,7 @@
 //
 //   dependent_launch.cuh how a kernel is launched, and waits for those before it
 //   row_access.cuh       how packs of a row are read and written
+//   word_access.cuh      the same by words, for the backward of odd rows
 //   row_tile.h           how a row is laid over threads, and which row length gets which layout
 //   row_sum.cuh          sums over the threads of a row
 //   flexible.cuh         rows whose dtypes, and whether elements are dropped, are known at run time

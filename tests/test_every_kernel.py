@@ -21,6 +21,14 @@ def test_cases(pair):
     assert all(rows > 0 and cols > 0 for _, rows, cols, _ in cases)
 
 
+def test_portable_clusters(pair):
+    """Catches an option that leaves nothing out, so that the tool crashes, or too much."""
+    left_out = sum(1 for _ in every_kernel.calls(pair)) - sum(
+        1 for _ in every_kernel.calls(pair, portable=True)
+    )
+    assert 0 < left_out < 70
+
+
 @pytest.mark.skipif("cuda" not in DEVICES, reason="needs a GPU")
 def test_script(capsys):
     """Catches a script that fails or skips calls; one dtype, with both dtypes of its parameters."""

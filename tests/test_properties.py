@@ -19,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fused_op import fused_layer_norm
 from tests import test_options
 from tests.case import Case
 from tests.ops import BF16, F16, F32, F64, OPS, PAIRS, Op, Pair, subsets
@@ -139,6 +140,10 @@ def make(call: Call, device: str) -> Case:
     g = torch.Generator().manual_seed(call.seed)
     op, pair, shape = call.op, call.pair, call.shape
     kinds = {f.__name__: f for f in ROWS}
+    if pair.rows == F64 and "expanded_columns" in call.layouts:
+        # Rows of one value. The fp64 truth knows their mean to rounding alone, as much as 1e14 of
+        # 1e30, and takes that for their deviation; test_huge_constant_rows has its own truth.
+        kinds |= dict.fromkeys(("large_row", "largest_row"), normal_row)
     layouts = iter(call.layouts)
     offsets = iter(call.offsets)
 
@@ -175,6 +180,21 @@ def test_random_calls(device, call) -> None:
     case = make(call, device)
     results = case.run(call.wanted)
     case.check(results)
+
+
+@pytest.mark.parametrize("value", [1e30, -1.25e99])
+@pytest.mark.parametrize("cols", [1, 64, 1000, 4097])
+def test_huge_constant_rows(device, value, cols) -> None:
+    """Catches a mean of equal fp64 values that is not that value: its error, 1e83 of 1e99, would be
+    taken for the row's deviation. PyTorch's own mean has it, so the truth is written down."""
+    x = torch.full((3, cols), value, dtype=F64, device=device, requires_grad=True)
+    weight, bias, dy = (torch.randn(n, cols, dtype=F64, device=device) for n in (1, 1, 3))
+    y = fused_layer_norm(x, weight[0], bias[0], eps=1e-5)
+    assert torch.equal(y, bias.expand(3, cols))
+    (dx,) = torch.autograd.grad(y, x, dy)
+    wdy = dy * weight
+    truth = (wdy - wdy.mean(-1, keepdim=True)) * 1e-5**-0.5
+    torch.testing.assert_close(dx, truth, rtol=1e-12, atol=1e-10)
 
 
 @SETTINGS

@@ -76,7 +76,7 @@ bool launch_pipelined(const NormForwardArgs& args, std::int64_t vectors, const Q
     auto [ctas, cta_parts] = cluster_layout(parts, args.rows, most_parts, device);
     // CTAs of half the size where more than twice as many fit side by side: three of five warps
     // instead of one of ten. H200, bf16, share of the limit at 6553x20480, LayerNorm and RMSNorm:
-    // 0.65 0.84, and so 0.86 0.87.
+    // 0.65 0.84, and so 0.85 0.87.
     const std::int64_t half_parts = ceil_div(parts, 2 * ctas);
     if (2 * ctas <= device.max_cluster &&
         kPipelinedParts / half_parts > 2 * (kPipelinedParts / cta_parts)) {

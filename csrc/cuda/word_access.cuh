@@ -3,8 +3,8 @@
 // of a row, its words are then read from shared memory without a conflict or a shift, but for rows
 // that begin in the middle of a word: those halves are put together. The element -> lane map is
 // that of the row, never of its address. H200, bf16, share of the limit with ShiftedAccess and so:
-// LayerNorm 0.57 0.77 at 263172x255, 0.74 0.79 at 131200x1023, 0.60 0.76 at 65472x2050, 0.49 0.67
-// at 26836x5001; RMSNorm 0.76 0.78, 0.61 0.87 at the second and third. (Not in forward, where
+// LayerNorm 0.56 0.73 at 263172x255, 0.74 0.79 at 131200x1023, 0.60 0.75 at 65472x2050, 0.67 0.75
+// at 32776x4095; RMSNorm 0.76 0.78, 0.61 0.87 at the second and third. (Not in forward, where
 // weight and bias, which it loads for every row, would come by words too: LayerNorm 166 172 us at
 // 131200x1023, RMSNorm 137 us with both.) Device code only; torch-free.
 #pragma once

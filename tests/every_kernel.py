@@ -1,7 +1,7 @@
 """Runs every CUDA kernel on small inputs, for tools that watch memory and threads.
 
     compute-sanitizer --tool memcheck python -m tests.every_kernel
-    compute-sanitizer --tool racecheck python -m tests.every_kernel --dtype bfloat16 --share 1/8
+    compute-sanitizer --tool racecheck python -m tests.every_kernel --dtype bfloat16 --share 1/4
 
 It checks no values (the tests do): each call has a shape that another tile of the kernels takes,
 and rows that begin at multiples of 16 bytes or do not. The options that have kernels of their own

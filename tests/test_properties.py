@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from fused_op import fused_layer_norm
 from tests import test_options
-from tests.case import Case
+from tests.case import Case, generator
 from tests.ops import BF16, F16, F32, F64, OPS, PAIRS, Op, Pair, subsets
 from tests.test_determinism import same_bits
 from tests.test_views import (
@@ -188,7 +188,10 @@ def test_huge_constant_rows(device, value, cols) -> None:
     """Catches a mean of equal fp64 values that is not that value: its error, 1e83 of 1e99, would be
     taken for the row's deviation. PyTorch's own mean has it, so the truth is written down."""
     x = torch.full((3, cols), value, dtype=F64, device=device, requires_grad=True)
-    weight, bias, dy = (torch.randn(n, cols, dtype=F64, device=device) for n in (1, 1, 3))
+    g = generator(device, value, cols)
+    weight, bias, dy = (
+        torch.randn(n, cols, generator=g, dtype=F64, device=device) for n in (1, 1, 3)
+    )
     y = fused_layer_norm(x, weight[0], bias[0], eps=1e-5)
     assert torch.equal(y, bias.expand(3, cols))
     (dx,) = torch.autograd.grad(y, x, dy)

@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
     }
     staged.advance_to(row);
 
-    // Lanes that take part in vector i: for shifted rows all of a warp, since they exchange.
+    // Lanes that take part in vector i: where they share blocks all of a warp, since they exchange.
     const auto takes_part = [&](int i) {
       return !Access::kSharesBlocks ? col_of(i) < live_width : col_of(i) - lane * kElements < width;
     };

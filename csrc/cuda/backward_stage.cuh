@@ -1,7 +1,7 @@
 // How norm_backward_kernel reads rows ahead of the one it works on: cp.async into shared memory.
 // Whole packs need no barrier for that, since each thread reads back only what it copied; shifted
-// ones need their warp's, since a lane also reads its neighbour's block. Included by backward.cuh
-// only; torch-free.
+// rows and those by words need their warp's, since a lane also reads its neighbours' blocks.
+// Included by backward.cuh only; torch-free.
 #pragma once
 
 #include <cuda_pipeline_primitives.h>

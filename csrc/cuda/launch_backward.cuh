@@ -160,13 +160,10 @@ auto with_backward_variant(const NormBackwardArgs& args, Function&& function) {
       });
     } else {
       const auto with_words = [&]<typename Source, typename Tile>() {
-        if constexpr (sizeof(T) == 2) {
-          if (!rows_aligned<4, T>(args.cols,
-                                  {args.x, args.grad_output, dense(args.grad_input.data)})) {
-            return function.template operator()<Norm, Source, WordAccess<true>, Tile>();
-          }
-        }
-        return function.template operator()<Norm, Source, WordAccess<false>, Tile>();
+        return rows_aligned<4, T>(args.cols,
+                                  {args.x, args.grad_output, dense(args.grad_input.data)})
+                   ? function.template operator()<Norm, Source, WordAccess<4>, Tile>()
+                   : function.template operator()<Norm, Source, WordAccess<sizeof(T)>, Tile>();
       };
       const auto with_tile = [&]<typename Source, typename Access>() {
         return with_backward_tile<Source>(ceil_div(args.cols, kVector<T>), [&]<typename Tile>() {
@@ -209,8 +206,8 @@ std::size_t backward_workspace(const NormBackwardArgs& args) {
 
 // One kernel for rows by words that may begin in the middle of one, and for those that do not.
 template <typename T, typename Access>
-using FewRowsAccess = std::conditional_t<std::is_same_v<Access, WordAccess<false>>,
-                                         WordAccess<(sizeof(T) == 2)>, Access>;
+using FewRowsAccess =
+    std::conditional_t<std::is_same_v<Access, WordAccess<4>>, WordAccess<sizeof(T)>, Access>;
 template <typename W, typename Norm, typename Source, typename Access, typename Tile>
 void launch_few_rows(const NormBackwardArgs& args, const BackwardPlan& plan, const Queue& queue) {
   const dim3 block(plan.row_threads, plan.threads / plan.row_threads);

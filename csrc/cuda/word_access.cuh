@@ -9,6 +9,8 @@
 // 131200x1023, RMSNorm 137 us with both.) Device code only; torch-free.
 #pragma once
 
+#include <type_traits>
+
 #include "core/pack.h"
 #include "cuda/flexible.cuh"
 #include "cuda/row_access.cuh"
@@ -21,9 +23,9 @@ namespace fused_op::cuda {
 template <typename Access, typename T, int N>
 constexpr int kRun = N;
 
-// For all lanes of a warp. A word is one element of four bytes or two of two. kHalves: whether a
-// row may begin in the middle of one.
-template <bool kHalves>
+// For all lanes of a warp. A word is one element of four bytes or two of two. Rows begin at
+// multiples of kStartBytes: 4, or 2 where one may begin in the middle of a word.
+template <int kStartBytes>
 struct WordAccess {
   static constexpr bool kWholePacks = false;
   static constexpr bool kSharesBlocks = true;
@@ -89,24 +91,30 @@ struct WordAccess {
     const Col left = width - col;
     const Col left_of_warp = left + lane * kElements<T>;
     if (left_of_warp >= kVectors * kWords * kWarpSize * kElements<T>) {
-      store_words<true>(row + col, left, lane, packs);
+      store_words<Inside>(row + col, left, lane, packs);
     } else {
-      store_words<false>(row + col, left, lane, packs);
+      store_words<AcrossEnd>(row + col, left, lane, packs);
     }
   }
 
  private:
   static constexpr int kWordBytes = 4;
+  static constexpr bool kHalves = kStartBytes < kWordBytes;
   static constexpr int kWords = kVectorBytes / kWordBytes;  // of a pack
   static constexpr int kWordStride = kWarpSize * kWordBytes;
 
   template <typename T>
   static constexpr int kElements = kWordBytes / sizeof(T);  // of a word
 
-  // `left` columns from this lane's first one on; kWhole: enough for every lane's packs.
-  template <bool kWhole, typename T, int N, int kVectors, typename Col>
+  // Where a warp's packs are: all inside of the row, or some past its end.
+  struct Inside {};
+  struct AcrossEnd {};
+
+  // `left` columns of the row from this lane's first one on.
+  template <typename Place, typename T, int N, int kVectors, typename Col>
   __device__ __forceinline__ static void store_words(T* target, Col left, int lane,
                                                      const Pack<T, N> (&packs)[kVectors]) {
+    constexpr bool kWhole = std::is_same_v<Place, Inside>;
     constexpr int kCount = kVectors * kWords;
     constexpr int kStep = kWarpSize * kElements<T>;
     if (!kHalves || reinterpret_cast<std::uintptr_t>(target) % kWordBytes == 0) {
@@ -191,16 +199,16 @@ struct WordAccess {
         : "memory");
   }
 };
-template <bool kHalves, typename T, int N>
-constexpr int kRun<WordAccess<kHalves>, T, N> = 4 / sizeof(T);
+template <int kStartBytes, typename T, int N>
+constexpr int kRun<WordAccess<kStartBytes>, T, N> = 4 / sizeof(T);
 
 // Access of the same rows in packs of neighbouring elements.
 template <typename Access>
 struct NeighboursOf {
   using type = Access;
 };
-template <bool kHalves>
-struct NeighboursOf<WordAccess<kHalves>> {
+template <int kStartBytes>
+struct NeighboursOf<WordAccess<kStartBytes>> {
   using type = ShiftedAccess;
 };
 template <typename Access>

@@ -144,13 +144,25 @@ __device__ __forceinline__ void store_output(const AnyTarget<T>& target, Col col
   target.store(col, width, pack);
 }
 
-// A pack of a finished row, read again; not clipped.
+// A pack of a finished row, read again; not clipped. Of a stored sum, which others store beside, no
+// element outside the row is read: the packs whose blocks might hold one are read by elements.
 template <typename Access, int N, typename Source, typename Col>
 __device__ __forceinline__ auto reload(const Source& source, Col col, Col width) {
   if constexpr (Source::kFlexible) {
     return source.template reload<N>(col, width);
   } else {
-    return Access::template load<N>(source.row(), col, width);
+    const auto* const row = source.row();
+    if constexpr (Access::kShifts && Source::kGradStreams == 3) {
+      if (col == 0 || col + 2 * N > width) {
+        typename Source::Element values[N];
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          values[j] = col + j < width ? row[col + j] : typename Source::Element(0);
+        }
+        return as_pack(values);
+      }
+    }
+    return Access::template load<N>(row, col, width);
   }
 }
 

@@ -21,15 +21,16 @@ from fused_op import FusedLayerNorm, FusedRMSNorm
 from tests.ops import OPS, PAIRS, Op, Pair
 
 # Rows, and 16-byte vectors of a row: the tiles of csrc/cuda/row_tile.h from one lane a row to a
-# CTA, with few rows and many, then rows over a cluster, one or several in turn, and those too long
-# for one. Kernels read whole aligned blocks of 16 bytes that hold an element of a tensor, and these
-# tools would complain where the memory of a tensor ends inside of one: here none does.
+# CTA, with few rows and many, then rows over a cluster, one, many or several in turn, and those too
+# long for one. Kernels read whole aligned blocks of 16 bytes that hold an element of a tensor, and
+# these tools would complain where the memory of a tensor ends inside of one: here none does.
 SHAPES = (
     *((rows, vectors) for rows in (8, 600) for vectors in (1, 2, 4, 8, 16, 32, 64, 128)),
     *((rows, vectors) for rows in (8, 304) for vectors in (320, 512, 640)),
     *((rows, vectors) for rows in (8, 272) for vectors in (1024, 1280, 1536, 2048)),
     *((8, vectors) for vectors in (4096, 32769)),
     (144, 2049),
+    (300, 2049),
     (8, 24577),
 )
 IN_TURN = (40, 16385)  # clusters of nine CTAs that take rows in turn
@@ -77,6 +78,9 @@ def calls(pair: Pair, portable: bool = False) -> Iterator[Callable[[], None]]:
                 continue
             for shift in (0,) if "zero_centered" in options else (0, 1):
                 yield partial(call_op, op, pair, rows, vectors * vector - shift, shift, **options)
+        for (rows, vectors), shift in product(SHAPES, () if op.zero_centered else (0, 1)):
+            if not portable or vectors not in LARGE_CLUSTERS:
+                yield partial(call_constant, op, pair, rows, vectors * vector - shift, shift)
     for cls in (FusedLayerNorm, FusedRMSNorm):
         for cols in (64, 256, 2048):
             yield partial(call_heads, cls, pair, cols)
@@ -120,6 +124,14 @@ def call_op(op: Op, pair: Pair, rows: int, cols: int, shift: int, **options) -> 
     outputs = op.fused(**make_inputs(op, pair, rows, cols, shift), **options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+
+
+@torch.no_grad()
+def call_constant(op: Op, pair: Pair, rows: int, cols: int, shift: int) -> None:
+    """Rows that do not vary (RMSNorm: that overflow), which kernels take again from memory."""
+    inputs = make_inputs(op, pair, rows, cols, shift)
+    inputs["input"].fill_(3 if op.centred else torch.finfo(pair.rows).max)
+    op.fused(**inputs)
 
 
 def call_heads(cls, pair: Pair, cols: int) -> None:

@@ -14,8 +14,10 @@ INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 WIDTHS = [("cpu", cols) for cols in (1, 3, 31, 64, 255, 1000, 1023, 4096, 5120)]
 if "cuda" in DEVICES:
     WIDTHS += [("cuda", cols) for _, cols in WIDTHS]
-    WIDTHS += [("cuda", cols) for cols in (2, 4, 5, 6, 7, 8, 16, 300, 1022, 2050, 4095, 6144)]
-    WIDTHS += [("cuda", cols) for cols in (8192, 10240, 12288, 16384, 20480, 65536, 131072, 262144)]
+    WIDTHS += [("cuda", cols) for cols in (2, 4, 5, 6, 7, 8, 16, 24, 40, 300, 1022, 2050, 4095)]
+    WIDTHS += [
+        ("cuda", cols) for cols in (6144, 8192, 10240, 12288, 16384, 20480, 65536, 131072, 262144)
+    ]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -61,6 +61,24 @@ def test_mean_very_far_from_zero(op, device) -> None:
 
 
 @pytest.mark.parametrize("cols", WIDTHS)
+def test_outliers_lead(op, device, pair, cols) -> None:
+    """Catches sums about a pivot, the first element or the mean of the first part, that cancel:
+    there it is far from the rest of the row."""
+    case = make_case(op, (6, cols), pair, device, note="outliers lead")
+    x = case.inputs["input"].detach().clone()
+    x[0, 0] += 1e4
+    x[1, :8] += 1e3
+    x[2, : cols // 3] += 300.0
+    x[3, ::512] -= 1e4
+    x[4, ::1024] = 0.0
+    x[4] += 1e3
+    case = case.with_inputs(input=x.requires_grad_(case.inputs["input"].requires_grad))
+    if op.adds:
+        case = case.with_inputs(residual=torch.zeros_like(case.inputs["residual"]))
+    case.check(case.run())
+
+
+@pytest.mark.parametrize("cols", WIDTHS)
 def test_constant_row_gives_bias(device, cols) -> None:
     """Catches x * rstd - mean * rstd, and a mean that is one rounding off: 1 / sqrt(eps) makes
     it visible (0.71 in place of 0). A row that does not vary is exactly bias."""

@@ -1,7 +1,8 @@
 // The forward kernels. A row is read once and kept in registers, packed as it came; its moments are
 // taken in two passes over the registers; then it is normalised, scaled and stored.
 // norm_forward_kernel holds a row in the registers of one CTA. Shorter rows are in
-// forward_flat.cuh, longer ones in forward_long.cuh. Included by launch_*.cu only; torch-free.
+// forward_flat.cuh and forward_short.cuh, longer ones in forward_long.cuh. Included by launch_*.cu
+// only; torch-free.
 #pragma once
 
 #include <type_traits>
@@ -16,43 +17,58 @@
 
 namespace fused_op::cuda {
 
-// Moments of what kLanes neighbouring lanes hold, valid in every lane: `count` elements, of which
-// `left` columns begin at this lane's first one (its vectors are kLanes apart). Elements past the
-// row's end are zero on entry and stay out of the deviations. `refined` takes a pass more for the
-// mean. spread(total) adds up what other warps hold of a group. row[i] is the Pack<T, N> of vector
-// i.
+// Calls add_terms(x·scale - from, totals) for this lane's elements x, of which `left` columns begin
+// at its first one (its vectors are kLanes apart). Elements past the row's end stay out. row[i] is
+// the Pack<T, N> of vector i. Short chains of sums, one a vector: a long one lets the scheduler
+// unpack the whole row ahead of it, which takes twice the registers.
+template <typename Access, int kLanes, int kVectors, int N, typename Row, typename A, int kTerms,
+          typename AddTerms>
+__device__ __forceinline__ void add_deviations(const Row& row, int left, A scale, A from,
+                                               A (&totals)[kTerms], AddTerms&& add_terms) {
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int valid = left - i * kLanes * N;
+    A x[N];
+    A parts[kTerms] = {};
+    unpack(row[i], x);
+    if (Access::kWholePacks || valid >= N) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        add_terms(x[j] * scale - from, parts);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        add_terms(j < valid ? x[j] * scale - from : A(0), parts);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kTerms; ++k) {
+      totals[k] += valid > 0 ? parts[k] : A(0);
+    }
+  }
+}
+
+// Moments of what kLanes neighbouring lanes hold, valid in every lane: `count` elements, in packs
+// as in add_deviations, zero past the row's end. `refined` takes a pass more for the mean.
+// spread(total) adds up what other warps hold of a group. Many warps hide that the second pass
+// waits for the first: one pass about a pivot, as in forward_long.cuh, was slower here (H200, bf16,
+// share of the limit: 0.99 0.95 at 65536x2048), and so was a mean by tensor cores, as a product
+// with ones (0.97 0.96 at 32768x4096, 1.06 1.19 us at 1x1024).
 template <typename Norm, typename Access, int kLanes, int kVectors, int N, typename T, typename Row,
           typename A, typename Spread>
 __device__ __forceinline__ Moments<A> group_moments(const Row& row, int left, A count, A scale,
                                                     bool refined, Spread&& spread) {
   Moments<A> moments{};
-  // Σ of term(x - mean). Short chains of sums, one a vector: a long one lets the scheduler unpack
-  // the whole row ahead of it, which takes twice the registers.
   const auto sum = [&](auto&& add_term) {
-    A total = 0;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int valid = left - i * kLanes * N;
-      A x[N];
-      A part = 0;
-      unpack(row[i], x);
-      if (Access::kWholePacks || valid >= N) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          part = add_term(x[j] * scale - moments.mean, part);
-        }
-      } else {
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          part = add_term(j < valid ? x[j] * scale - moments.mean : A(0), part);
-        }
-      }
-      total += valid > 0 ? part : A(0);
-    }
-    return lane_sum<kLanes>(spread(total));
+    A total[1] = {};
+    add_deviations<Access, kLanes, kVectors, N>(row, left, scale, moments.mean, total, add_term);
+    return lane_sum<kLanes>(spread(total[0]));
   };
-  const auto itself = [](A deviation, A part) { return part + deviation; };
-  const auto square = [](A deviation, A part) { return multiply_add(deviation, deviation, part); };
+  const auto itself = [](A deviation, A(&part)[1]) { part[0] += deviation; };
+  const auto square = [](A deviation, A(&part)[1]) {
+    part[0] = multiply_add(deviation, deviation, part[0]);
+  };
   if constexpr (Norm::kCentered) {
     const A inverse_count = count > A(0) ? reciprocal(count) : A(0);
     moments.mean = sum(itself) * inverse_count;
@@ -206,19 +222,17 @@ struct RowPlace {
   int first_col;
 };
 
-// The rest of norm_forward_kernel for a warp in which a row's moments are not trusted(): takes
-// those rows again from memory, one vector at a time. A function of its own that ends the kernel,
-// so that the common path pays for it neither in registers nor in length.
+// For a warp in which a row's moments are not trusted(): takes those rows again from memory, one
+// vector at a time.
 template <typename W, typename Norm, typename Source, typename Access, typename Tile, typename A>
-__device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const RowPlace& place,
-                                              Moments<A> moments, CtaExchange<A> exchange) {
+__device__ __forceinline__ void take_untrusted(const NormForwardArgs& args, const RowPlace& place,
+                                               Moments<A> moments, CtaExchange<A> exchange) {
   using T = typename Source::Element;
   constexpr int N = Source::kElements;
   constexpr int kLanes = Tile::kLanes;
   const Source source(args, place.row);
   const int width = static_cast<int>(args.cols);
   const A cols = static_cast<A>(width);
-  const A inverse_cols = reciprocal(cols);
   const auto col_of = [&](int i) { return place.first_col + i * kLanes * N; };
   const bool trust = trusted(moments, cols);
   A scale = 1;
@@ -246,7 +260,7 @@ __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const
       }
       exchange.barrier();
       refined = merge_parts<Norm::kCentered, kMaxCtaParts>(exchange.parts, place.parts, cols,
-                                                           inverse_cols);
+                                                           reciprocal(cols));
     }
     if (!trust && (attempt == 0 || overflowed(moments))) {
       moments = refined;
@@ -255,7 +269,7 @@ __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const
   }
   const bool saves = place.live_width > 0 && place.lane == 0 && place.part == 0;
   const Normalizer<A> normalizer =
-      normalizer_of<Norm>(args, moments, scale, inverse_cols, place.row, saves);
+      normalizer_of<Norm>(args, moments, scale, reciprocal(cols), place.row, saves);
   const auto target = target_of<Source>(args, place.row);
 #pragma unroll 1
   for (int i = 0; i < Tile::kVectors; ++i) {
@@ -263,6 +277,14 @@ __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const
     Affine<W, Norm, N> affine[1] = {{args, col_of(i), width}};
     write_row<kLanes, Access>(args, affine, target, col_of(i), place.live_width, packs, normalizer);
   }
+}
+
+// That as the rest of norm_forward_kernel: a function of its own that ends the kernel, so that the
+// common path pays for it neither in registers nor in length.
+template <typename W, typename Norm, typename Source, typename Access, typename Tile, typename A>
+__device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const RowPlace& place,
+                                              Moments<A> moments, CtaExchange<A> exchange) {
+  take_untrusted<W, Norm, Source, Access, Tile>(args, place, moments, exchange);
 }
 
 // grid: enough CTAs for all rows; block: whole rows (one row if it takes more than one warp).

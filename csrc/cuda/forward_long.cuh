@@ -1,7 +1,8 @@
 // The forward of rows too long for the registers of a CTA: its warps take parts of a row in turn,
 // and exchange the parts' moments once. On sm_90 the CTAs of a cluster share a row and keep it in
 // shared memory meanwhile; the longest rows, and all of them before sm_90, are read again. Both
-// give the same bits. Rows that need no work before they are summed: forward_pipelined.cuh.
+// give the same bits. Rows that need no work before they are summed: forward_parts.cuh and
+// forward_pipelined.cuh.
 // Included by launch_*.cu only; torch-free.
 #pragma once
 
@@ -32,17 +33,46 @@ struct PartOf {
   }
 };
 
-// packs[i] is this thread's vector i of the part.
+// packs[i] is this thread's vector i of the part. Its elements are seen once: few warps are on a
+// multiprocessor, and wait for each other.
 template <typename Norm, typename Access, typename Source, typename A, typename Packs, typename Col>
 __device__ __forceinline__ WarpMoments<A> part_moments(const Packs& packs, Col part, Col width) {
+  using T = typename Source::Element;
   using Part = PartOf<Source, Col>;
   constexpr int N = Source::kElements;
-  const int lane = threadIdx.x % kWarpSize;
   const int in_row = valid_elements(part * Part::kCols, width, Part::kCols);
+  const int left = in_row - static_cast<int>(threadIdx.x % kWarpSize) * N;
   const A count = static_cast<A>(in_row);
-  return {count,
-          group_moments<Norm, Access, kWarpSize, Part::kVectors, N, typename Source::Element>(
-              packs, in_row - lane * N, count, A(1), false, [](A total) { return total; })};
+  const auto add = [&](A from, auto& totals, auto&& add_terms) {
+    add_deviations<Access, kWarpSize, Part::kVectors, N>(packs, left, A(1), from, totals,
+                                                         add_terms);
+    lane_sums<kWarpSize>(totals);
+  };
+  Moments<A> moments{};
+  if constexpr (!Norm::kCentered) {
+    A second[1] = {};
+    add(A(0), second, [](A x, A(&to)[1]) { to[0] = multiply_add(x, x, to[0]); });
+    moments.second = second[0];
+  } else {
+    const A inverse_count = count > A(0) ? reciprocal(count) : A(0);
+    const auto take = [&](A pivot) {
+      A sums[2] = {};
+      add(pivot, sums, [](A deviation, A(&to)[2]) {
+        to[0] += deviation;
+        to[1] = multiply_add(deviation, deviation, to[1]);
+      });
+      return moments_of(sums, pivot, inverse_count, moments);
+    };
+    A first[N];
+    unpack(packs[0], first);
+    if (!take(__shfl_sync(kAllLanes, first[0], 0))) {
+      take(moments.mean);
+    }
+    if constexpr (sizeof(T) < 4) {  // means of 16-bit elements need no correction below rounding
+      moments.rest = 0;
+    }
+  }
+  return {count, moments};
 }
 
 // The moments of a row from those of its parts.

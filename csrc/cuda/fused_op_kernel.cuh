@@ -8,9 +8,11 @@
 //   flexible.cuh         rows whose dtypes, and whether elements are dropped, are known at run time
 //   forward.cuh          norm_forward_kernel
 //   forward_flat.cuh     rows no longer than a vector
+//   forward_short.cuh    rows of a few vectors
 //   cluster_exchange.cuh how the CTAs of a cluster share sums
 //   forward_long.cuh     rows of any length
-//   forward_pipelined.cuh many long rows
+//   forward_parts.cuh    many long rows, in registers
+//   forward_pipelined.cuh many long rows, in turn
 //   backward_stage.cuh   how backward reads rows ahead
 //   backward.cuh         norm_backward_kernel
 //   backward_few.cuh     few rows
@@ -31,5 +33,7 @@
 #include "cuda/forward.cuh"
 #include "cuda/forward_flat.cuh"
 #include "cuda/forward_long.cuh"
+#include "cuda/forward_parts.cuh"
 #include "cuda/forward_pipelined.cuh"
+#include "cuda/forward_short.cuh"
 #include "cuda/sum_partials.cuh"

@@ -53,6 +53,32 @@ void launch_long_rows(const NormForwardArgs& args, std::int64_t vectors, const Q
                args);
 }
 
+// Many rows too long for the registers of a CTA, in those of clusters.
+template <typename W, typename Norm, typename Source, typename Access>
+bool launch_parts(const NormForwardArgs& args, std::int64_t vectors, const Queue& queue) {
+  if constexpr (kClustersTakeTurns<Source, Access> && !Norm::kCentered) {
+    using T = typename Source::Element;
+    using A = Accumulator<T>;
+    const std::int64_t parts = ceil_div(vectors, kPartVectors);
+    const std::int64_t ctas = ceil_div(parts, kPartsWarps * kWarpParts);
+    // Few are over sooner where they have all of a multiprocessor. H200, bf16, us there and here:
+    // 10.7 11.9 at 256x32768, 38.6 35.7 at 1024x32768.
+    const bool few = args.rows * ctas <= std::int64_t{queue.device.multiprocessors} * 4;
+    if (few || ctas > std::min(kPartsCluster, queue.device.max_cluster)) {
+      return false;
+    }
+    const std::int64_t warps = ceil_div(parts, ctas * kWarpParts);  // of a CTA
+    queue.launch(norm_forward_parts_kernel<W, Norm, T>,
+                 {.grid = static_cast<unsigned>(args.rows * ctas),
+                  .block = static_cast<unsigned>(warps * kWarpSize),
+                  .shared_bytes = parts * sizeof(WarpMoments<A>),
+                  .cluster = static_cast<unsigned>(ctas)},
+                 args, static_cast<int>(warps * kWarpParts));
+    return true;
+  }
+  return false;
+}
+
 // Rows too long for registers, in turn, where clusters can hold them. H200, bf16, share of the
 // limit with a cluster a row, LayerNorm and RmsNorm, and so: 0.79 0.90, 0.89 0.92 at 4096x32768;
 // 0.76 0.89, 0.84 0.88 at 2048x65536; 0.73 0.88, 0.81 0.91 at 1024x131072; 0.65 0.83, 0.69 0.92 at
@@ -126,8 +152,10 @@ bool in_spread(const NormForwardArgs& args, std::int64_t vectors, const DeviceIn
 
 // Whether a CTA takes its rows as one span.
 template <typename T>
+constexpr int kFlatCols = sizeof(T) == 2 ? kVector<T> - 1 : kVector<T>;  // at most
+template <typename T>
 bool is_flat(const NormForwardArgs& args) {
-  return args.residual.data == nullptr && args.cols <= kVector<T> &&
+  return args.residual.data == nullptr && args.cols <= kFlatCols<T> &&
          args.input.stride == args.cols && vector_aligned(args.input.data);
 }
 
@@ -147,7 +175,6 @@ bool in_words(const NormForwardArgs& args) {
 template <typename T, typename Function>
 auto with_flat_cols(std::int64_t cols, Function&& function) {
   if constexpr (kVector<T> > 4) {
-    if (cols == 8) return function.template operator()<8>();
     if (cols == 7) return function.template operator()<7>();
     if (cols == 6) return function.template operator()<6>();
     if (cols == 5) return function.template operator()<5>();
@@ -180,11 +207,17 @@ void launch_rows(const NormForwardArgs& args, const Queue& queue) {
         return;
       }
     }
-    constexpr int kShared =  // of a CTA with several rows
-        Tile::kOneWarp ? ForwardBounds<W, Source, Access, Tile>::kThreads : 128;
-    const int threads = row_threads <= kWarpSize ? kShared : row_threads;
-    const auto grid = static_cast<unsigned>(ceil_div(args.rows, threads / row_threads));
-    queue.launch(norm_forward_kernel<W, Norm, Source, Access, Tile>, {grid, threads}, args);
+    if constexpr (kIsShort<Source, Access, Tile>) {
+      constexpr int kCtaRows = kShortThreads / Tile::kLanes * kShortRows;
+      queue.launch(norm_forward_short_kernel<W, Norm, typename Source::Element, Tile>,
+                   {static_cast<unsigned>(ceil_div(args.rows, kCtaRows)), kShortThreads}, args);
+    } else {
+      constexpr int kShared =  // of a CTA with several rows
+          Tile::kOneWarp ? ForwardBounds<W, Source, Access, Tile>::kThreads : 128;
+      const int threads = row_threads <= kWarpSize ? kShared : row_threads;
+      const auto grid = static_cast<unsigned>(ceil_div(args.rows, threads / row_threads));
+      queue.launch(norm_forward_kernel<W, Norm, Source, Access, Tile>, {grid, threads}, args);
+    }
   };
   constexpr bool kShort = Source::kSplit && !Source::kFlexible;  // at most kMaxSplitBytes
   if constexpr (kShort) {
@@ -192,7 +225,8 @@ void launch_rows(const NormForwardArgs& args, const Queue& queue) {
   } else if constexpr (kByWords<Source>) {
     with_word_tile(vectors, launch_tile);
   } else if (vectors > (Source::kFlexible ? kMaxFlexibleVectors : kMaxForwardVectors)) {
-    if (!launch_pipelined<W, Norm, Source, Access>(args, vectors, queue)) {
+    if (!launch_parts<W, Norm, Source, Access>(args, vectors, queue) &&
+        !launch_pipelined<W, Norm, Source, Access>(args, vectors, queue)) {
       launch_long_rows<W, Norm, Source, Access>(args, vectors, queue);
     }
   } else if constexpr (Source::kFlexible) {

@@ -30,6 +30,33 @@ __device__ __forceinline__ A lane_sum(A value) {
   return value;
 }
 
+// The same of several values, side by side.
+template <int kLanes, int kValues, typename A>
+__device__ __forceinline__ void lane_sums(A (&values)[kValues]) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+#pragma unroll
+    for (int k = 0; k < kValues; ++k) {
+      values[k] += __shfl_xor_sync(kAllLanes, values[k], offset);
+    }
+  }
+}
+
+// Moments of `count` values from sums[0], that of their deviations from a pivot, and sums[1], that
+// of the squares of these. Both are taken at once, where deviations from a mean wait for it. False
+// where the subtraction here cancels more than a factor of 16: the mean is to be the pivot then. As
+// the pivot is one of the values or the mean of some, one row in ten thousand asks for that.
+template <typename A>
+__device__ __forceinline__ bool moments_of(const A (&sums)[2], A pivot, A inverse_count,
+                                           Moments<A>& moments) {
+  const A step = sums[0] * inverse_count;
+  const A square = sums[0] * step;
+  moments.mean = pivot + step;
+  moments.rest = step - (moments.mean - pivot);
+  moments.second = sums[1] - square;
+  return !(square * A(16) > sums[1] * A(15));
+}
+
 // Barrier among the `threads` of one row; rows of one CTA use different ids.
 __device__ __forceinline__ void row_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id + 1), "r"(threads) : "memory");
@@ -68,36 +95,43 @@ __device__ __forceinline__ Moments<A> merge_parts(const WarpMoments<A>* parts, i
                                                   A inverse_cols) {
   constexpr int kLanes = kMaxParts < kWarpSize ? kMaxParts : kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  // The sum over all parts. Up to kLanes of them, there is one a lane, and no loop.
-  const auto sum = [&](auto&& term) {
-    A total = lane < count ? term(parts[lane]) : A(0);
+  // The sums over all parts of what add_terms(part, totals) adds. Up to kLanes parts, there is one
+  // a lane, and no loop.
+  const auto sum = [&]<int kTerms>(A(&totals)[kTerms], auto&& add_terms) {
+    if (lane < count) {
+      add_terms(parts[lane], totals);
+    }
     if constexpr (kMaxParts > kLanes) {
 #pragma unroll 2
       for (int part = lane + kLanes; part < count; part += kLanes) {
-        total += term(parts[part]);
+        add_terms(parts[part], totals);
       }
     }
-    return lane_sum<kLanes>(total);
+    lane_sums<kLanes>(totals);
   };
   Moments<A> merged{};
   if constexpr (!kCentered) {
-    merged.second = sum([](const WarpMoments<A>& part) { return part.moments.second; });
+    A second[1] = {};
+    sum(second, [](const WarpMoments<A>& part, A(&to)[1]) { to[0] += part.moments.second; });
+    merged.second = second[0];
   } else {
-    const A pivot = parts[0].moments.mean;
     const auto deviation = [](const WarpMoments<A>& part, A from) {
-      return part.moments.mean - from + part.moments.rest;
+      return part.count > A(0) ? part.moments.mean - from + part.moments.rest : A(0);
     };
-    const A step = sum([&](const WarpMoments<A>& part) {
-                     return part.count > A(0) ? part.count * deviation(part, pivot) : A(0);
-                   }) *
-                   inverse_cols;
-    merged.mean = pivot + step;
-    merged.rest = step - (merged.mean - pivot);
-    merged.second = sum([&](const WarpMoments<A>& part) {
-      const A distance = part.count > A(0) ? deviation(part, merged.mean) : A(0);
-      return part.moments.second + part.count * distance * distance;
-    });
-    merged.second -= cols * merged.rest * merged.rest;
+    // H200, bf16, LayerNorm, with two sums one after the other and with these: 0.957 0.967 of the
+    // limit at 16384x8192, 0.797 0.843 at 1024x131072; 2.04 1.95 us at 3x4096, 4.5 4.3 at 1x262144.
+    const auto merge = [&](A pivot) {
+      A sums[2] = {};
+      sum(sums, [&](const WarpMoments<A>& part, A(&to)[2]) {
+        const A distance = deviation(part, pivot);
+        to[0] += part.count * distance;
+        to[1] += part.moments.second + part.count * distance * distance;
+      });
+      return moments_of(sums, pivot, inverse_cols, merged);
+    };
+    if (!merge(parts[0].moments.mean)) {
+      merge(merged.mean);
+    }
   }
   return merged;
 }

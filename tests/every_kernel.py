@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         help="no clusters of more than eight CTAs: synccheck (2025.3) makes false reports of them "
         "and illegal accesses of its own, also with a kernel that does nothing else",
     )
+    parser.add_argument("--forward", action="store_true", help="without backward")
     options = parser.parse_args(argv)
     first, shares = map(int, options.share.split("/"))
     done = 0
@@ -57,11 +58,12 @@ def main(argv: list[str] | None = None) -> None:
         if options.dtype is not None and pair.rows != getattr(torch, options.dtype):
             continue
         every = calls(pair, options.portable_clusters)
-        for call in islice(every, first - 1, None, shares):
-            call()
-            done += 1
+        with torch.set_grad_enabled(not options.forward):
+            for call in islice(every, first - 1, None, shares):
+                call()
+                done += 1
         torch.cuda.synchronize()
-        print(f"{pair}: {done} calls forward and backward", flush=True)
+        print(f"{pair}: {done} calls{' forward' if options.forward else ''}", flush=True)
 
 
 def calls(pair: Pair, portable: bool = False) -> Iterator[Callable[[], None]]:
@@ -123,7 +125,8 @@ def options_of(op: Op) -> list[dict[str, object]]:
 def call_op(op: Op, pair: Pair, rows: int, cols: int, shift: int, **options) -> None:
     outputs = op.fused(**make_inputs(op, pair, rows, cols, shift), **options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+    if torch.is_grad_enabled():
+        torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
 
 
 @torch.no_grad()
@@ -131,6 +134,8 @@ def call_constant(op: Op, pair: Pair, rows: int, cols: int, shift: int) -> None:
     """Rows that do not vary (RMSNorm: that overflow), which kernels take again from memory."""
     inputs = make_inputs(op, pair, rows, cols, shift)
     inputs["input"].fill_(3 if op.centred else torch.finfo(pair.rows).max)
+    if op.adds:
+        inputs["residual"].zero_()
     op.fused(**inputs)
 
 
@@ -141,7 +146,8 @@ def call_heads(cls, pair: Pair, cols: int) -> None:
     for parameter in norm.parameters():
         parameter.main_grad = torch.zeros(cols, device="cuda")
     y = norm(packed[:, :, 1].requires_grad_())
-    y.backward(packed[:, :, 2])
+    if torch.is_grad_enabled():
+        y.backward(packed[:, :, 2])
 
 
 def make_inputs(op, pair, rows: int, cols: int, shift: int) -> dict[str, torch.Tensor]:

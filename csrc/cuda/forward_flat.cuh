@@ -200,7 +200,9 @@ __global__ void __launch_bounds__(kFlatThreads, FlatTile<T, kCols>::kCtasPerSm)
     }
   }
 
-  const A cols = static_cast<A>(kCols);
+  // Known to the compiler only where that helps: us at 4194304 rows of 2 and 3 columns, known or
+  // not, 11.6 12.6, 19.4 17.8.
+  const A cols = kCols <= 2 ? A(kCols) : static_cast<A>(args.cols);
   const A inverse_cols = reciprocal(cols);
   unsigned untrusted = 0;  // a bit a group
 #pragma unroll

@@ -30,7 +30,7 @@ SHAPES = (
     *((rows, vectors) for rows in (8, 272) for vectors in (1024, 1280, 1536, 2048)),
     *((8, vectors) for vectors in (4096, 32769)),
     (144, 2049),
-    (300, 2049),
+    (304, 2049),
     (8, 24577),
 )
 IN_TURN = (40, 16385)  # clusters of nine CTAs that take rows in turn

@@ -12,7 +12,6 @@
 #include "cuda/cluster_exchange.cuh"
 #include "cuda/dependent_launch.cuh"
 #include "cuda/forward_long.cuh"
-#include "cuda/forward_short.cuh"
 
 namespace fused_op::cuda {
 

@@ -20,7 +20,8 @@ namespace fused_op::cuda {
 constexpr int kShortThreads = 256;
 constexpr int kShortRows = 2;
 
-// Whether rows of this tile are taken so.
+// Whether rows of this tile are taken so. Of fp32, only where a row is two vectors: 0.90 0.98 at
+// 4194304x8, but 1.01 0.99 at x16.
 template <typename Source, typename Access, typename Tile>
 constexpr bool kIsShort =
     std::is_same_v<Source, Plain<typename Source::Element>> && Access::kWholePacks &&
@@ -33,15 +34,6 @@ constexpr bool kIsShort =
 template <typename W, typename T, typename Tile>
 constexpr int kShortCtas = std::min(kMostSmThreads / kShortThreads,
                                     (Tile::kVectors > 1 ? 4 : 6) - (sizeof(W) > sizeof(T) ? 1 : 0));
-
-// The compiler is not to unpack this sooner than here: registers would not suffice.
-template <typename P>
-__device__ __forceinline__ void stay_packed(P& pack) {
-#pragma unroll
-  for (int k = 0; k < static_cast<int>(sizeof(pack) / 4); ++k) {
-    asm volatile("" : "+r"(pack.words[k]));
-  }
-}
 
 // Row r of this thread.
 template <typename Tile>

@@ -77,6 +77,15 @@ __device__ __forceinline__ void load_if(bool wanted, const void* address, std::u
   }
 }
 
+// The compiler is not to unpack this sooner than here: registers would not suffice.
+template <typename P>
+__device__ __forceinline__ void stay_packed(P& pack) {
+#pragma unroll
+  for (int k = 0; k < static_cast<int>(sizeof(pack) / 4); ++k) {
+    asm volatile("" : "+r"(pack.words[k]));
+  }
+}
+
 // Every row begins at a multiple of 16 bytes and is a whole number of packs long: a pack is wholly
 // inside or wholly outside, and moves in one instruction.
 struct VectorAccess {

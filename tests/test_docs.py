@@ -97,7 +97,7 @@ def test_lessons_of_the_compiler_still_hold() -> None:
         / sum(pair.mode == mode for pair in found)
         for mode in ("forward", "backward")
     }
-    assert lost["forward"] > 0.2, "the compiler is no longer there already in forward"
+    assert lost["forward"] > 0.1, "the compiler is no longer there already in forward"
     assert lost["backward"] < lost["forward"] / 2, "backward is no longer where a kernel pays"
     rows = [int(pair.call.split()[-3]) for pair in found if pair.is_loss]
     assert min(rows) < 10, "few rows are no longer lost"

@@ -92,13 +92,13 @@ def test_tables_come_from_the_results(tmp_path: Path) -> None:
 def test_lessons_of_the_compiler_still_hold() -> None:
     """Catches what docs/add_your_own_op.md says of the table, when a new result says otherwise."""
     found = list(docs_table.pairs(json.loads(readme_table.newest().read_text())))
-    lost = {
-        mode: sum(pair.is_loss for pair in found if pair.mode == mode)
+    near = {  # the share of calls in which the compiler is ahead, or behind by 5 % at most
+        mode: sum(pair.theirs <= 1.05 * pair.ours for pair in found if pair.mode == mode)
         / sum(pair.mode == mode for pair in found)
         for mode in ("forward", "backward")
     }
-    assert lost["forward"] > 0.1, "the compiler is no longer there already in forward"
-    assert lost["backward"] < lost["forward"] / 2, "backward is no longer where a kernel pays"
+    assert near["forward"] > 0.2, "the compiler is no longer there already in forward"
+    assert near["backward"] < near["forward"] / 2, "backward is no longer where a kernel pays"
     rows = [int(pair.call.split()[-3]) for pair in found if pair.is_loss]
     assert min(rows) < 10, "few rows are no longer lost"
 

@@ -34,6 +34,7 @@ struct Plain {
   static constexpr bool kSplit = false;
   static constexpr int kGradStreams = 2;  // backward reads x, dy
   static constexpr bool kDrops = false;
+  static constexpr bool kStoresRow = false;  // finish() stores what row() points at
 
   // fetch() only loads, so that a caller can have many in flight; finish() computes. Packs are as
   // in Access::store_row.
@@ -90,6 +91,7 @@ struct AddResidual {
   static constexpr bool kSplit = false;
   static constexpr int kGradStreams = 3;  // backward reads x, dy and the gradient of the sum
   static constexpr bool kDrops = false;
+  static constexpr bool kStoresRow = true;
 
   template <int N>
   struct Fetched {

@@ -168,7 +168,7 @@ __device__ __forceinline__ auto reload(const Source& source, Col col, Col width)
     return source.template reload<N>(col, width);
   } else {
     const auto* const row = source.row();
-    if constexpr (Access::kShifts && Source::kGradStreams == 3) {
+    if constexpr (Access::kShifts && Source::kStoresRow) {
       if (col == 0 || col + 2 * N > width) {
         typename Source::Element values[N];
 #pragma unroll
@@ -259,8 +259,8 @@ __device__ __forceinline__ void take_untrusted(const NormForwardArgs& args, cons
         exchange.put(place.part, mine);
       }
       exchange.barrier();
-      refined = merge_parts<Norm::kCentered, kMaxCtaParts>(exchange.parts, place.parts, cols,
-                                                           reciprocal(cols));
+      refined =
+          merge_parts<Norm::kCentered, kMaxCtaParts>(exchange.parts, place.parts, reciprocal(cols));
     }
     if (!trust && (attempt == 0 || overflowed(moments))) {
       moments = refined;
@@ -279,8 +279,8 @@ __device__ __forceinline__ void take_untrusted(const NormForwardArgs& args, cons
   }
 }
 
-// That as the rest of norm_forward_kernel: a function of its own that ends the kernel, so that the
-// common path pays for it neither in registers nor in length.
+// The rest of norm_forward_kernel for such a warp: a function of its own that ends the kernel, so
+// that the common path pays for it neither in registers nor in length.
 template <typename W, typename Norm, typename Source, typename Access, typename Tile, typename A>
 __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, const RowPlace& place,
                                               Moments<A> moments, CtaExchange<A> exchange) {
@@ -377,7 +377,7 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
       exchange.put(part, {count, moments});
     }
     exchange.barrier();
-    moments = merge_parts<Norm::kCentered, kMaxCtaParts>(parts, parts_of_row, cols, inverse_cols);
+    moments = merge_parts<Norm::kCentered, kMaxCtaParts>(parts, parts_of_row, inverse_cols);
   }
   // The same decision in every thread of a row; rows that share a warp go together.
   if (!__all_sync(kAllLanes, trusted(moments, cols))) {

@@ -15,12 +15,11 @@
 
 namespace fused_op::cuda {
 
-constexpr int kPartsWarps = 8;    // of a CTA, at most
-constexpr int kWarpParts = 2;     // of a row
-constexpr int kPartsCluster = 8;  // CTAs, at most: 0.93 0.90 with sixteen at 512x262144
-// Vectors of weight loaded ahead, and CTAs of a multiprocessor: 64 registers a thread, or 80.
-constexpr int kPartsAhead = 2;
-template <typename W, typename T>
+constexpr int kPartsWarps = 8;     // of a CTA, at most
+constexpr int kWarpParts = 2;      // of a row
+constexpr int kPartsCluster = 8;   // CTAs, at most: 0.93 0.90 with sixteen at 512x262144
+constexpr int kPartsAhead = 2;     // vectors of weight
+template <typename W, typename T>  // of a multiprocessor: 80 or 64 registers a thread
 constexpr int kPartsCtas = sizeof(W) > sizeof(T) ? 3 : 4;
 
 // grid: a cluster a row, of as many CTAs as it takes to have cta_parts of its parts in each; block:

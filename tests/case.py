@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tests.ops import F64, TOLERANCE, Op, Pair, condition, steps
+from tests.ops import F32, F64, TOLERANCE, Op, Pair, condition, steps
 
 SEED = int(os.environ.get("FUSED_OP_SEED", random.SystemRandom().randrange(2**31)))
 CHUNK = 2**24  # elements whose fp64 graph is held at once: the largest tensors' fits nowhere
@@ -187,7 +187,9 @@ class Case:
             truth[f"grad_{name}"] = grad
         with torch.no_grad():
             x = truth["sum"] if op.adds else leaves["input"]
-            scale = condition(op, self.eps, x, params["weight"], params.get("bias"), grads[0])
+            weight, bias = params["weight"], params.get("bias")
+            least = torch.finfo(F64 if dtype is F64 else F32).smallest_normal
+            scale = condition(op, self.eps, x, weight, bias, grads[0], least)
             scale["grad_input"] = scale["grad_x"] + (grads[1].abs() if op.adds else 0)
             scale["grad_residual"] = scale["grad_input"]
         return truth, scale

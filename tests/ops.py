@@ -123,12 +123,20 @@ def steps(terms: int) -> float:
 
 
 def condition(
-    op: Op, eps: float, x: Tensor, weight: Tensor | None, bias: Tensor | None, dy: Tensor
+    op: Op,
+    eps: float,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    dy: Tensor,
+    least: float = torch.finfo(F32).smallest_normal,
 ) -> dict[str, Tensor]:
     """What rounding errors are relative to: each formula in fp64 with all its terms positive.
 
     `shift` is what subtracting the mean cancels: the roundings of the mean, and of the sum behind
     it, move every normalised value of the row by rounding * shift. `x` and `dy` are [rows, cols].
+    A product below `least`, the smallest normal number of the type that computes, is rounded as if
+    it were that number; in a sum over rows each may be.
     """
     mean = x.mean(-1, keepdim=True) if op.centred else torch.zeros_like(x[:, :1])
     rstd = ((x - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -141,7 +149,7 @@ def condition(
     return {
         "output": xhat * factor + (0 if bias is None else bias.abs()),
         "grad_x": pullback * rstd * (1 + shift),
-        "grad_weight": (dy * xhat).sum(0),
+        "grad_weight": (dy * (xhat + least) + least).sum(0),
         "grad_bias": dy.sum(0),
     }
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fused_op import fused_layer_norm
@@ -172,8 +172,24 @@ def make(call: Call, device: str) -> Case:
     return Case(op, inputs, grads, call.eps, normalized, note=f"{call}")
 
 
+SUBNORMAL_SUMS = Call(  # a column's gradient is a sum of subnormal products
+    op=OPS[1],
+    pair=PAIRS[0],
+    shape=(5, 300),
+    normalized_ndim=1,
+    absent=(),
+    wanted=("weight",),
+    layouts=["clone", "expanded_rows"],
+    offsets=[0] * 6,
+    rows=["subnormal_row"],
+    eps=1e-3,
+    seed=0,
+)
+
+
 @SETTINGS
 @given(call=calls())
+@example(call=SUBNORMAL_SUMS)
 def test_random_calls(device, call) -> None:
     """Catches what goes wrong at one meeting of a shape, a layout, a subset of gradients and values
     only: every result is as near to the fp64 reference as derived."""

@@ -52,6 +52,18 @@ def test_many_rows(op, device, rows) -> None:
     case.check(case.run())
 
 
+@pytest.mark.skipif("cuda" not in DEVICES, reason="fills a GPU")
+@pytest.mark.parametrize("vectors", [16, 32, 64, 96, 128])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_many_rows_in_turn(op, pair, vectors, missing) -> None:
+    """Catches what the backward does only where each thread takes many rows, one after another:
+    fewer threads, more rows in flight, the place of a row that is free again."""
+    cols = vectors * 16 // pair.rows.itemsize - missing
+    rows = 17 * 8 * torch.cuda.get_device_properties("cuda").multi_processor_count + 3
+    case = make_case(op, (rows, cols), pair, "cuda")
+    case.check(case.run())
+
+
 @pytest.mark.skipif("cuda" not in DEVICES, reason="reads memory past a tensor, on a GPU")
 @pytest.mark.parametrize("cols", [1, 3, 33, 255, 1023, 2050])
 def test_nothing_is_written_past_a_result(op, pair, cols) -> None:

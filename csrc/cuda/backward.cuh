@@ -80,7 +80,6 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   constexpr int N = Layout::N;
   constexpr int kLanes = Tile::kLanes;
   constexpr int kVectors = Tile::kVectors;
-  constexpr int kStages = Layout::kStages;
   constexpr bool kKeepRow = Layout::kKeepRow;
   constexpr bool kKeepPacks = Layout::kKeepPacks;
   constexpr bool kKeepWeight = Layout::kKeepWeight;
@@ -96,6 +95,7 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   const int warps = blockDim.x / kLanes;
   const int warp = threadIdx.x / kLanes;
   const int group = team * warps + warp;
+  const int stages = Layout::kChooses ? steps.stages : Layout::kStages;
   const int width = static_cast<int>(args.cols);  // a row that fits into one CTA is short
   constexpr int kElements = kRun<Access, T, N>;
   const int warp_col = warp * kVectors * kLanes * N;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   const A inverse_cols = reciprocal(static_cast<A>(width));
 
   await_kernels_before();
-  uint4* const blocks = shared + group * Layout::kGroupBlocks + lane;
+  uint4* const blocks = shared + group * Layout::group_blocks(stages) + lane;
   StagedRows<W, Source, Access, Tile> staged(args, steps, shared_address(blocks), first_row,
                                              warp_col + lane * N, lane);
   // Where registers are left, statistics are read a row ahead, like the row itself.
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   SavedStats<A> saved = kSavedAhead ? next_saved(first_row < args.rows) : SavedStats<A>{};
   WeightPack kept[kKeepWeight ? kVectors : 1];
   constexpr int kWeightParts = sizeof(WeightPack) / kVectorBytes;
-  uint4* const weight_blocks = blocks + kStages * Layout::kStageBlocks;
+  uint4* const weight_blocks = blocks + stages * Layout::kStageBlocks;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const WeightPack pack = lane_weight<W, T, N, Access>(args, col_of(i), width);
@@ -303,16 +303,25 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   const int threads = blockDim.x * blockDim.y;
   const int groups = Tile::kOneWarp ? threads / kWarpSize : blockDim.y;
   A* const exchange = reinterpret_cast<A*>(shared);  // [groups, Norm::kGrads, row_cols]
+  constexpr int kFour = kVectorBytes / sizeof(A);    // columns at a time
+  static_assert(2 * Layout::kStageBlocks * kVectorBytes >=
+                    2 * kLanes * kVectors * N * static_cast<int>(sizeof(A)),
+                "two rows in flight leave room for the exchange");
+  // Lanes that store eight columns in two blocks of 16 bytes each meet in half of the banks, unless
+  // every other four of them change the blocks.
+  constexpr int kBlock = kElements < kFour ? kElements : kFour;
+  const auto swapped = [](int col) { return kElements == 2 * kFour ? col ^ (col / 8 & 4) : col; };
   __syncthreads();
   if (thread % kWarpSize < kLanes) {
     A* const mine =
         exchange + (Tile::kOneWarp ? thread / kWarpSize : team) * Norm::kGrads * row_cols;
     const auto store = [&](A* sums, int col, const A(&values)[N]) {
 #pragma unroll
-      for (int first = 0; first < N; first += kElements) {
-        A run[kElements];
-        memcpy(run, values + first, sizeof(run));
-        VectorAccess::store(sums, col + first * kLanes, row_cols, as_pack(run));
+      for (int first = 0; first < N; first += kBlock) {
+        A block[kBlock];
+        memcpy(block, values + first, sizeof(block));
+        const int at = col + first % kElements + first / kElements * kElements * kLanes;
+        VectorAccess::store(sums, swapped(at), row_cols, as_pack(block));
       }
     };
 #pragma unroll
@@ -324,16 +333,16 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
     }
   }
   __syncthreads();
-  constexpr int kFour = kVectorBytes / sizeof(A);  // columns at a time
   const int stride = static_cast<int>(partial_stride<Source>(width));
 #pragma unroll
   for (int grad = 0; grad < Norm::kGrads; ++grad) {
     for (int col = thread * kFour; col < width; col += threads * kFour) {
       A sums[kFour] = {};
+#pragma unroll 8
       for (int g = 0; g < groups; ++g) {
         A addends[kFour];
-        unpack(VectorAccess::load<kFour>(exchange + (g * Norm::kGrads + grad) * row_cols, col,
-                                         row_cols),
+        unpack(VectorAccess::load<kFour>(exchange + (g * Norm::kGrads + grad) * row_cols,
+                                         swapped(col), row_cols),
                addends);
 #pragma unroll
         for (int j = 0; j < kFour; ++j) {

@@ -46,7 +46,7 @@ struct BackwardLayout {
   static constexpr int kPackBlocks = N * sizeof(T) / kVectorBytes;
   static constexpr int kStreamBlocks = Tile::kLanes * Tile::kVectors * kPackBlocks + kSpare;
   static constexpr int kStageBlocks = Source::kGradStreams * kStreamBlocks;
-  static constexpr int group_blocks(int stages) {
+  FUSED_OP_HD static constexpr int group_blocks(int stages) {
     return stages * kStageBlocks + Tile::kLanes * kWeightBlocks;
   }
   // Registers: 128 a thread for several vectors (96 in WideTile), 85 for one.
@@ -59,12 +59,18 @@ struct BackwardLayout {
   static constexpr int kStages =
       Tile::kCtaThreads / Tile::kLanes * group_blocks(3) * kVectorBytes <= 226 * 1024 ? 3 : 2;
   static constexpr int kGroupBlocks = group_blocks(kStages);
+  // Whether the launcher may have fewer in flight. (Others have no registers for that: the WideTile
+  // lost 2 % at 26214x5120.)
+  static constexpr bool kChooses =
+      kStages == 3 && !kLight && !Source::kFlexible && Tile::kCtaThreads == kMaxRowThreads;
 };
 
 // From one row of a team to its next one, made by the launcher: kernel parameters take no
 // registers.
 struct RowSteps {
+  int stages;  // rows in flight, that at hand among them
   std::int64_t rows;
+  std::int64_t ahead;       // rows from that at hand to that to copy: stages - 1 steps
   std::int64_t streams[3];  // bytes, in x, dy and the gradient of the sum
   std::int64_t grad_input;  // bytes
   bool split;               // of rows at two strides, whose addresses are made anew
@@ -92,13 +98,13 @@ class StagedRows {
         steps_(steps),
         blocks_at_(blocks_at),
         here_(blocks_at),
-        free_(blocks_at + (kStages - 1) * kStageBytes),
+        free_(blocks_at + (stages() - 1) * kStageBytes),
         first_col_(first_col),
         lane_(lane) {
     place(first_row);
-#pragma unroll
-    for (int stage = 0; stage < kStages - 1; ++stage) {
-      copy(first_row + stage * steps.rows, blocks_at + stage * kStageBytes);
+    copy(first_row, blocks_at);
+    if (stages() == 3) {
+      copy(first_row + steps.rows, blocks_at + kStageBytes);
     }
   }
 
@@ -107,15 +113,19 @@ class StagedRows {
     if constexpr (Access::kSharesBlocks) {
       __syncwarp();  // the neighbours have read what is overwritten now
     }
-    copy(row + (kStages - 1) * steps_.rows, free_);
-    __pipeline_wait_prior(kStages - 1);
+    copy(row + steps_.ahead, free_);
+    if (stages() == 3) {
+      __pipeline_wait_prior(2);
+    } else {
+      __pipeline_wait_prior(1);
+    }
     if constexpr (Access::kSharesBlocks) {
       __syncwarp();  // their blocks have arrived too
     }
   }
   __device__ __forceinline__ void release() {
     free_ = here_;
-    here_ = here_ == blocks_at_ + (kStages - 1) * kStageBytes ? blocks_at_ : here_ + kStageBytes;
+    here_ = here_ == blocks_at_ + (stages() - 1) * kStageBytes ? blocks_at_ : here_ + kStageBytes;
   }
 
   // Vector i of the row at hand, in one of the streams.
@@ -133,7 +143,7 @@ class StagedRows {
     } else {
       return Access::template load_staged<N, T>(
           here_ + stream * kStreamBytes + i * kStride,
-          static_cast<int>((ahead_[stream] - kStages * steps_.streams[stream]) % kVectorBytes));
+          static_cast<int>((ahead_[stream] - stages() * steps_.streams[stream]) % kVectorBytes));
     }
   }
 
@@ -226,6 +236,9 @@ class StagedRows {
     }
   }
 
+  __device__ __forceinline__ int stages() const {
+    return Layout::kChooses ? steps_.stages : kStages;
+  }
   __device__ __forceinline__ int width() const { return static_cast<int>(args_.cols); }
 
   const NormBackwardArgs& args_;

@@ -21,6 +21,7 @@ struct BackwardPlan {
   BackwardPath path;
   int row_threads;           // of one row in norm_backward_kernel
   int threads;               // of a CTA of it
+  int stages;                // of it
   std::size_t shared_bytes;  // of it
   std::int64_t parts;        // rows of partial sums
   std::size_t row_sums_bytes;
@@ -74,6 +75,51 @@ std::int64_t backward_clusters(const NormBackwardArgs& args, std::int64_t vector
       active.count(queue, kernel, backward_cluster_shape<W, T>(vectors, 1)), args.rows);
 }
 
+// Few rows for each team of threads: what comes before the first one and after the last one counts.
+constexpr std::int64_t kFewSteps = 16;
+
+// Threads of a CTA of norm_backward_kernel. An eighth of the rows that it has room for is left out
+// where there are many rows and no lane is idle. H200, bf16, share of the limit with eight and with
+// seven rows side by side: 0.917 0.923 at 262144x256, 0.945 0.957 at 131072x1024; but 0.94 0.89 at
+// 149796x896, where lanes are idle. us with few rows: 16.7 17.3 at 8192x1024.
+template <typename Source, typename Tile>
+int best_threads(const NormBackwardArgs& args, int row_threads, int most_threads,
+                 std::int64_t rows_per_cta) {
+  const int most_rows = most_threads / row_threads;
+  const std::int64_t room = std::int64_t{row_threads} * Tile::kVectors * Source::kElements;
+  const bool full = Tile::kLanes == kWarpSize && Tile::kVectors <= 2 && args.cols == room;
+  const bool many = rows_per_cta > kFewSteps * most_rows;
+  return full && many && most_rows >= 8 ? most_threads / 8 * 7 : most_threads;
+}
+
+// The fields of norm_backward_kernel.
+template <typename W, typename Source, typename Access, typename Tile>
+void plan_rows(BackwardPlan& plan, const NormBackwardArgs& args, const DeviceInfo& device,
+               int most_threads) {
+  using Layout = BackwardLayout<W, Source, Access, Tile>;
+  plan.path = BackwardPath::kRows;
+  // One CTA where it holds all rows, and needs no partial sums then. Else a CTA for every
+  // multiprocessor comes first, and then as many rows side by side as it holds.
+  const std::int64_t rows_per_cta = args.rows <= most_threads / plan.row_threads
+                                        ? args.rows
+                                        : ceil_div(args.rows, device.multiprocessors);
+  const int threads =
+      best_threads<Source, Tile>(args, plan.row_threads, most_threads, rows_per_cta);
+  const int unit = std::max(plan.row_threads, kWarpSize);
+  const std::int64_t units =
+      std::clamp<std::int64_t>(ceil_div(rows_per_cta * plan.row_threads, unit), 1, threads / unit);
+  plan.threads = static_cast<int>(units) * unit;
+  const int side_by_side = plan.threads / plan.row_threads;
+  plan.parts = std::min<std::int64_t>(device.multiprocessors * Layout::kCtasPerSm,
+                                      ceil_div(args.rows, side_by_side));
+  // Two in flight, and the first is there sooner. H200, bf16, us with three and with two: 9.7 9.4
+  // at 4096x768, 8.1 7.4 at 2000x1024, 17.3 16.7 at 8192x1024, 48.2 47.4 at 2048x12288.
+  const std::int64_t steps = ceil_div(args.rows, plan.parts * side_by_side);
+  plan.stages = Layout::kChooses && steps <= kFewSteps ? 2 : Layout::kStages;
+  plan.shared_bytes = static_cast<std::size_t>(plan.threads / Tile::kLanes) *
+                      Layout::group_blocks(plan.stages) * kVectorBytes;
+}
+
 template <typename W, typename Norm, typename Source, typename Access, typename Tile>
 BackwardPlan plan_backward(const NormBackwardArgs& args, const Queue& queue) {
   using T = typename Source::Element;
@@ -84,7 +130,6 @@ BackwardPlan plan_backward(const NormBackwardArgs& args, const Queue& queue) {
   BackwardPlan plan{.path = BackwardPath::kColumns};
   const int row_threads = Tile::kLanes * row_warps<Tile>(vectors);
   plan.row_threads = row_threads;
-  constexpr int kGroupBytes = Layout::kGroupBlocks * kVectorBytes;
   const auto threads_with = [&](int group_blocks) {
     const int groups = most_dynamic_shared(device) / (group_blocks * kVectorBytes);
     return std::min(Layout::kThreads, groups * Tile::kLanes);
@@ -105,19 +150,7 @@ BackwardPlan plan_backward(const NormBackwardArgs& args, const Queue& queue) {
     return plan;
   }
   if (at_once) {
-    plan.path = BackwardPath::kRows;
-    // One CTA where it holds all rows, and needs no partial sums then. Else a CTA for every
-    // multiprocessor comes first, and then as many rows side by side as it holds.
-    const std::int64_t rows_per_cta = args.rows <= most_threads / row_threads
-                                          ? args.rows
-                                          : ceil_div(args.rows, device.multiprocessors);
-    const int unit = std::max(row_threads, kWarpSize);
-    const std::int64_t units = std::clamp<std::int64_t>(ceil_div(rows_per_cta * row_threads, unit),
-                                                        1, most_threads / unit);
-    plan.threads = static_cast<int>(units) * unit;
-    plan.shared_bytes = static_cast<std::size_t>(plan.threads / Tile::kLanes) * kGroupBytes;
-    plan.parts = std::min<std::int64_t>(device.multiprocessors * Layout::kCtasPerSm,
-                                        ceil_div(args.rows, plan.threads / row_threads));
+    plan_rows<W, Source, Access, Tile>(plan, args, device, most_threads);
   } else if constexpr (kClustersTakeTurns<Source, Access>) {
     plan.parts = backward_clusters<W, Norm, T>(args, vectors, queue);
     if (plan.parts > 0) {
@@ -166,7 +199,7 @@ auto with_backward_variant(const NormBackwardArgs& args, Function&& function) {
                    : function.template operator()<Norm, Source, WordAccess<sizeof(T)>, Tile>();
       };
       const auto with_tile = [&]<typename Source, typename Access>() {
-        return with_backward_tile<Source>(ceil_div(args.cols, kVector<T>), [&]<typename Tile>() {
+        return with_backward_tile<Source>(args.cols, [&]<typename Tile>() {
           if constexpr (kHasWords<Source, Access, Tile>) {
             if (args.cols % kVector<T> != 0) {  // not where a row of whole vectors is misaligned
               return with_words.template operator()<Source, Tile>();
@@ -234,7 +267,9 @@ void launch_backward_rows(const NormBackwardArgs& args, const BackwardPlan& plan
     return step * stride * size_of(dtype);
   };
   const RowSteps steps{
+      plan.stages,
       step,
+      (plan.stages - 1) * step,
       {bytes(args.x.stride, args.x.dtype), bytes(args.grad_output.stride, args.grad_output.dtype),
        bytes(args.grad_sum.stride, args.grad_sum.dtype)},
       bytes(args.cols, args.dtype),
@@ -257,14 +292,27 @@ void launch_columns(const NormBackwardArgs& args, const BackwardPlan& plan, cons
                partials);
 }
 
-template <typename W, typename A>
+// The kernel does not depend on T, but there is one in each file: T tells their attributes apart.
+template <typename W, typename T, typename A = Accumulator<T>>
 void launch_sum_partials(const NormBackwardArgs& args, std::int64_t parts, int grads,
                          std::int64_t stride, const Queue& queue, const A* partials) {
   const ParameterGradients targets{
       {args.grad_weight, args.grad_bias}, args.param_dtype, args.add_grads};
-  queue.launch(sum_partials_kernel<W, A>,
-               {dim3(static_cast<unsigned>(ceil_div(args.cols, kSumCols<A>)), grads),
-                dim3(kSumLanes, kSumRows)},
+  const auto kernel = sum_partials_kernel<W, A>;
+  const dim3 grid(static_cast<unsigned>(ceil_div(args.cols, kSumCols<A>)), grads);
+  // Its CTAs find a place as soon as those of the kernel before it leave: all of them would be on
+  // the first few multiprocessors. With this much shared memory each takes its share. H200, bf16,
+  // us of the backward without and with it: 10.9 10.1 at 4096x768, 18.4 17.8 at 8192x1024, 49.0
+  // 48.0 at 2048x12288.
+  const DeviceInfo& device = queue.device;
+  const std::int64_t per_sm = ceil_div(std::int64_t{grid.x} * grads, device.multiprocessors);
+  constexpr std::int64_t kOwn = kSumShared<A> + 2048;  // what a CTA needs, and the GPU for it
+  const int unused =
+      static_cast<int>(std::max<std::int64_t>(device.shared_bytes / per_sm - kOwn, 0));
+  static AttributeOnce most_shared;
+  most_shared.set(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_bytes - kOwn,
+                  device);
+  queue.launch(kernel, {grid, dim3(kSumLanes, kSumRows), static_cast<std::size_t>(unused)},
                partials, static_cast<int>(parts), grads, stride, args.cols, targets);
 }
 
@@ -302,8 +350,8 @@ cudaError_t launch_backward(const NormBackwardArgs& args, cudaStream_t stream) {
             break;
         }
         if (partials != nullptr) {
-          launch_sum_partials<W>(args, plan.parts, Norm::kGrads, partial_stride<Source>(args.cols),
-                                 queue, partials);
+          launch_sum_partials<W, T>(args, plan.parts, Norm::kGrads,
+                                    partial_stride<Source>(args.cols), queue, partials);
         }
         return cudaGetLastError();
       });

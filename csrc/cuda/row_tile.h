@@ -186,19 +186,24 @@ auto with_short_backward_tile(std::int64_t vectors, Function&& function) {
 }
 
 template <typename Source, typename Function>
-auto with_backward_tile(std::int64_t vectors, Function&& function) {
+auto with_backward_tile(std::int64_t cols, Function&& function) {
+  constexpr int kElements = Source::kElements;
+  const std::int64_t vectors = (cols + kElements - 1) / kElements;
   constexpr bool kWide = !Source::kDrops;  // dropout has no registers for the WideTile
   if (vectors <= 32) return with_short_backward_tile(vectors, function);
-  // The fewest vectors a lane of equal merit: two keep the weight in registers too. H200, bf16,
-  // share of the limit with 2, 3, 4 vectors: 0.91 0.70 0.82 at 131072x1024, 0.62 0.80 0.89 at
-  // 26214x5120, 0.80 0.75 0.84 at 16384x8192. Three or four make loops of 13 KiB and more of
-  // instructions, whose place in memory alone makes a difference of a tenth: 0.83 to 0.91 at
-  // 26214x5120, where the WideTile had 0.93 each time.
+  // H200, bf16, share of the limit with 2, 3, 4 vectors: 0.91 0.70 0.82 at 131072x1024, 0.62 0.80
+  // 0.89 at 26214x5120, 0.80 0.75 0.84 at 16384x8192. Three or four make loops of 13 KiB and more
+  // of instructions, whose place in memory alone makes a difference of a tenth: 0.83 to 0.91 at
+  // 26214x5120, where the WideTile had 0.93 each time. Of equal merit, three are better than two,
+  // which leave lanes idle then: 0.80 0.94 at 233016x576, 0.90 0.92 at 174762x768, 0.88 0.92 at
+  // 43690x3072. Not so where rows end inside a vector, which two take by words, and with the
+  // gradient of a sum: 0.97 0.92 at 43690x3072.
   const std::int64_t two = backward_merit<RowTile<32, 2>>(vectors);
   const std::int64_t wide = kWide ? backward_merit<WideTile>(vectors) : 0;
   const std::int64_t three = backward_merit<RowTile<32, 3>>(vectors);
   const std::int64_t four = backward_merit<RowTile<32, 4>>(vectors);
-  if (two >= wide && two >= three && two >= four) {
+  const bool three_at_tie = cols % kElements == 0 && (Source::kGradStreams == 2 || Source::kDrops);
+  if (two >= wide && two >= three + three_at_tie && two >= four) {
     return function.template operator()<RowTile<32, 2>>();
   }
   if constexpr (kWide) {

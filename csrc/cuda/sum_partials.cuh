@@ -22,6 +22,8 @@ constexpr int kSumLanes = 8;
 constexpr int kSumRows = 16;
 template <typename A>
 constexpr int kSumCols = kSumLanes * kVector<A>;
+template <typename A>
+constexpr int kSumShared = kSumRows * kSumCols<A> * static_cast<int>(sizeof(A));  // bytes
 template <typename W, typename A>
 __global__ void __launch_bounds__(kSumLanes* kSumRows, 4)
     sum_partials_kernel(const A* partials, int parts, int grads, std::int64_t stride,

@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   const int warps = blockDim.x / kLanes;
   const int warp = threadIdx.x / kLanes;
   const int group = team * warps + warp;
-  const int stages = Layout::kChooses ? steps.stages : Layout::kStages;
+  const int stages = stages_of<Layout>(steps);
   const int width = static_cast<int>(args.cols);  // a row that fits into one CTA is short
   constexpr int kElements = kRun<Access, T, N>;
   const int warp_col = warp * kVectors * kLanes * N;

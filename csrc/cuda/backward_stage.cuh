@@ -68,7 +68,7 @@ struct BackwardLayout {
 // From one row of a team to its next one, made by the launcher: kernel parameters take no
 // registers.
 struct RowSteps {
-  int stages;  // rows in flight, that at hand among them
+  int stages;  // rows in flight, that at hand among them, where the launcher chooses
   std::int64_t rows;
   std::int64_t ahead;       // rows from that at hand to that to copy: stages - 1 steps
   std::int64_t streams[3];  // bytes, in x, dy and the gradient of the sum
@@ -76,16 +76,20 @@ struct RowSteps {
   bool split;               // of rows at two strides, whose addresses are made anew
 };
 
-// The rows of x, dy and the gradient of the sum on their way through shared memory: kStages of
-// them, of which one is at hand and the others are being copied. Each lane has its own blocks of
-// them.
+// Rows in flight, known at compile time to most kernels.
+template <typename Layout>
+__device__ __forceinline__ int stages_of(const RowSteps& steps) {
+  return Layout::kChooses ? steps.stages : Layout::kStages;
+}
+
+// The rows of x, dy and the gradient of the sum on their way through shared memory: of those in
+// flight one is at hand and the others are being copied. Each lane has its own blocks of them.
 template <typename W, typename Source, typename Access, typename Tile>
 class StagedRows {
   using Layout = BackwardLayout<W, Source, Access, Tile>;
   using T = typename Source::Element;
   static constexpr int N = Layout::N;
   static constexpr int kStreams = Source::kGradStreams;
-  static constexpr int kStages = Layout::kStages;
   static constexpr int kStreamBytes = Layout::kStreamBlocks * kVectorBytes;
   static constexpr int kStageBytes = kStreams * kStreamBytes;
   static constexpr int kStride = Tile::kLanes * kVectorBytes;  // from a lane's block to its next
@@ -108,7 +112,7 @@ class StagedRows {
     }
   }
 
-  // Starts to copy the row that comes kStages - 1 after this one, and waits for this one.
+  // Starts to copy the row that comes stages() - 1 after this one, and waits for this one.
   __device__ __forceinline__ void advance_to(std::int64_t row) {
     if constexpr (Access::kSharesBlocks) {
       __syncwarp();  // the neighbours have read what is overwritten now
@@ -236,9 +240,7 @@ class StagedRows {
     }
   }
 
-  __device__ __forceinline__ int stages() const {
-    return Layout::kChooses ? steps_.stages : kStages;
-  }
+  __device__ __forceinline__ int stages() const { return stages_of<Layout>(steps_); }
   __device__ __forceinline__ int width() const { return static_cast<int>(args_.cols); }
 
   const NormBackwardArgs& args_;

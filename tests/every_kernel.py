@@ -77,12 +77,13 @@ def calls(pair: Pair, portable: bool = False) -> Iterator[Callable[[], None]]:
     if pair.rows == torch.float64:
         return
     for op in OPS:
-        for options, (rows, vectors) in product(options_of(op), SHAPES + MANY_ROWS):
-            large = portable and vectors in LARGE_CLUSTERS
-            if large or ((rows, vectors) in MANY_ROWS and "dropout_p" not in options):
-                continue
-            for shift in (0,) if "zero_centered" in options else (0, 1):
-                yield partial(call_op, op, pair, rows, vectors * vector - shift, shift, **options)
+        for options in options_of(op):
+            shifts = (0,) if "zero_centered" in options else (0, 1)
+            shapes = SHAPES + (MANY_ROWS if "dropout_p" in options else ())
+            for (rows, vectors), shift in product(shapes, shifts):
+                if not portable or vectors not in LARGE_CLUSTERS:
+                    cols = vectors * vector - shift
+                    yield partial(call_op, op, pair, rows, cols, shift, **options)
         for (rows, vectors), shift in product(SHAPES, () if op.zero_centered else (0, 1)):
             if not portable or vectors not in LARGE_CLUSTERS:
                 yield partial(call_constant, op, pair, rows, vectors * vector - shift, shift)

@@ -80,8 +80,9 @@ constexpr std::int64_t kFewSteps = 16;
 
 // Threads of a CTA of norm_backward_kernel. An eighth of the rows that it has room for is left out
 // where there are many rows and no lane is idle. H200, bf16, share of the limit with eight and with
-// seven rows side by side: 0.917 0.923 at 262144x256, 0.945 0.957 at 131072x1024; but 0.94 0.89 at
-// 149796x896, where lanes are idle. us with few rows: 16.7 17.3 at 8192x1024.
+// seven rows side by side: 0.917 0.923 at 262144x256, 0.945 0.957 at 131072x1024 (0.945 0.948 on
+// another of them); but 0.94 0.89 at 149796x896, where lanes are idle. us with few rows: 16.7 17.3
+// at 8192x1024.
 template <typename Source, typename Tile>
 int best_threads(const NormBackwardArgs& args, int row_threads, int most_threads,
                  std::int64_t rows_per_cta) {
@@ -293,9 +294,10 @@ void launch_columns(const NormBackwardArgs& args, const BackwardPlan& plan, cons
 }
 
 // The kernel does not depend on T, but there is one in each file: T tells their attributes apart.
-template <typename W, typename T, typename A = Accumulator<T>>
+template <typename W, typename T>
 void launch_sum_partials(const NormBackwardArgs& args, std::int64_t parts, int grads,
-                         std::int64_t stride, const Queue& queue, const A* partials) {
+                         std::int64_t stride, const Queue& queue, const Accumulator<T>* partials) {
+  using A = Accumulator<T>;
   const ParameterGradients targets{
       {args.grad_weight, args.grad_bias}, args.param_dtype, args.add_grads};
   const auto kernel = sum_partials_kernel<W, A>;
@@ -306,7 +308,8 @@ void launch_sum_partials(const NormBackwardArgs& args, std::int64_t parts, int g
   // 48.0 at 2048x12288.
   const DeviceInfo& device = queue.device;
   const std::int64_t per_sm = ceil_div(std::int64_t{grid.x} * grads, device.multiprocessors);
-  constexpr std::int64_t kOwn = kSumShared<A> + 2048;  // what a CTA needs, and the GPU for it
+  // What a CTA has already: its own, and what the GPU keeps back for each (1 KiB), with a margin.
+  constexpr std::int64_t kOwn = kSumShared<A> + 2048;
   const int unused =
       static_cast<int>(std::max<std::int64_t>(device.shared_bytes / per_sm - kOwn, 0));
   static AttributeOnce most_shared;

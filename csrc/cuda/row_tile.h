@@ -197,13 +197,14 @@ auto with_backward_tile(std::int64_t cols, Function&& function) {
   // 26214x5120, where the WideTile had 0.93 each time. Of equal merit, three are better than two,
   // which leave lanes idle then: 0.80 0.94 at 233016x576, 0.90 0.92 at 174762x768, 0.88 0.92 at
   // 43690x3072. Not so where rows end inside a vector, which two take by words, and with the
-  // gradient of a sum: 0.97 0.92 at 43690x3072.
+  // gradient of a sum: 0.97 0.92 at 43690x3072, but with dropout besides 0.81 0.83.
   const std::int64_t two = backward_merit<RowTile<32, 2>>(vectors);
   const std::int64_t wide = kWide ? backward_merit<WideTile>(vectors) : 0;
   const std::int64_t three = backward_merit<RowTile<32, 3>>(vectors);
   const std::int64_t four = backward_merit<RowTile<32, 4>>(vectors);
-  const bool three_at_tie = cols % kElements == 0 && (Source::kGradStreams == 2 || Source::kDrops);
-  if (two >= wide && two >= three + three_at_tie && two >= four) {
+  constexpr bool kAdds = Source::kGradStreams == 3 && !Source::kDrops;
+  const bool two_at_tie = kAdds || cols % kElements != 0;
+  if (two >= wide && two >= four && (two_at_tie ? two >= three : two > three)) {
     return function.template operator()<RowTile<32, 2>>();
   }
   if constexpr (kWide) {

@@ -33,8 +33,9 @@ SHAPES = (
     (304, 2049),
     (8, 24577),
 )
-# More than sixteen rows for each of 160 multiprocessors: backward has three in flight, not two.
-MANY_ROWS = ((2600, 1024), (2600, 1536))
+# More than sixteen rows for each of 150 multiprocessors: backward has three in flight, not two.
+MANY_ROWS = (2432, 1024)
+MANY_WIDE_ROWS = (2432, 1536)  # the same with three vectors a lane
 IN_TURN = (40, 16385)  # clusters of nine CTAs that take rows in turn
 LARGE_CLUSTERS = (16385, 24577)  # vectors of rows that take clusters of more than eight CTAs
 WORDS = (100, 250, 350, 511, 1101, 2501)  # of 4 bytes, of a row that is no whole number of vectors
@@ -79,8 +80,10 @@ def calls(pair: Pair, portable: bool = False) -> Iterator[Callable[[], None]]:
     for op in OPS:
         for options in options_of(op):
             shifts = (0,) if "zero_centered" in options else (0, 1)
-            shapes = SHAPES + (MANY_ROWS if "dropout_p" in options else ())
-            for (rows, vectors), shift in product(shapes, shifts):
+            shapes = [(*shape, shift) for shape, shift in product(SHAPES, shifts)]
+            if "dropout_p" in options:
+                shapes.append((*MANY_ROWS, 0))
+            for rows, vectors, shift in shapes:
                 if not portable or vectors not in LARGE_CLUSTERS:
                     cols = vectors * vector - shift
                     yield partial(call_op, op, pair, rows, cols, shift, **options)
@@ -97,7 +100,7 @@ def cases(pair: Pair) -> list[tuple[Op, int, int, int]]:
     vector = 16 // pair.rows.itemsize
     word = max(1, 4 // pair.rows.itemsize)
     aligned, odd = [], []  # rows that begin and end at multiples of 16 bytes, and others
-    for rows, vectors in SHAPES + MANY_ROWS:
+    for rows, vectors in (*SHAPES, MANY_ROWS):
         aligned.append((rows, vectors * vector, 0))
         odd.append((rows, vectors * vector - 1, 1))
     odd += [(304, cols, 0) for cols in range(1, vector)]
@@ -105,7 +108,8 @@ def cases(pair: Pair) -> list[tuple[Op, int, int, int]]:
     found = [(op, *shape) for shape in aligned for op in OPS]
     # Not of 1 + weight, which PyTorch makes: its memory ends with it.
     found += [(op, *shape) for shape in odd for op in OPS if not op.zero_centered]
-    found += [(op, IN_TURN[0], IN_TURN[1] * vector, 0) for op in OPS if not op.adds]
+    for rows, vectors in (IN_TURN, MANY_WIDE_ROWS):
+        found += [(op, rows, vectors * vector, 0) for op in OPS if not op.adds]
     return found
 
 

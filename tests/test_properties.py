@@ -198,22 +198,38 @@ def test_random_calls(device, call) -> None:
     case.check(results)
 
 
-@pytest.mark.parametrize("value", [1e30, -1.25e99])
-@pytest.mark.parametrize("cols", [1, 64, 1000, 4097])
-def test_huge_constant_rows(device, value, cols) -> None:
+@pytest.mark.parametrize("rows", [3, 300])
+@pytest.mark.parametrize("cols", [1, 64, 255, 1001, 4097, 20001])
+@pytest.mark.parametrize(
+    ("dtype", "value", "options"),
+    [
+        (F64, 1e30, {}),
+        (F64, -1.25e99, {}),
+        (F64, 1e303, {}),
+        (F32, -1e33, {}),
+        (F32, 1e33, {"out_dtype": BF16}),
+        (BF16, -1e33, {}),
+        (BF16, 1e33, {"out_dtype": F32}),
+    ],
+)
+def test_huge_constant_rows(device, dtype, value, options, cols, rows) -> None:
     """Catches a mean of equal fp64 values that is not that value: its error, 1e83 of 1e99, would be
-    taken for the row's deviation. PyTorch's own mean has it, so the truth is written down."""
-    x = torch.full((3, cols), value, dtype=F64, device=device, requires_grad=True)
+    taken for the row's deviation; PyTorch's own mean has it, so the truth is written down. And a
+    place past the row's end whose x is 0: less the mean and times rstd it is infinite, and times
+    its dy of 0 the NaN of all the row's gradients."""
+    x = torch.full((rows, cols), value, dtype=dtype, device=device, requires_grad=True)
     g = generator(device, value, cols)
     weight, bias, dy = (
-        torch.randn(n, cols, generator=g, dtype=F64, device=device) for n in (1, 1, 3)
+        torch.randn(n, cols, generator=g, dtype=F64, device=device).to(dtype) for n in (1, 1, rows)
     )
-    y = fused_layer_norm(x, weight[0], bias[0], eps=1e-5)
-    assert torch.equal(y, bias.expand(3, cols))
+    y = fused_layer_norm(x, weight[0], bias[0], eps=1e-12, **options)
+    assert torch.equal(y, bias.to(y.dtype).expand(rows, cols))
+    dy = dy.to(y.dtype)
     (dx,) = torch.autograd.grad(y, x, dy)
-    wdy = dy * weight
-    truth = (wdy - wdy.mean(-1, keepdim=True)) * 1e-5**-0.5
-    torch.testing.assert_close(dx, truth, rtol=1e-12, atol=1e-10)
+    wdy = dy.double() * weight.double()
+    truth = (wdy - wdy.mean(-1, keepdim=True)) * 1e6
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(dx.double(), truth, rtol=2 * unit, atol=16e6 * unit)
 
 
 @SETTINGS

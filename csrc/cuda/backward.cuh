@@ -190,7 +190,8 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
       }
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        xhat[j] = Norm::normalized(xhat[j], normalizer);
+        const bool valid = !(Source::kFlexible && Norm::kCentered) || col_of(i) + j < width;
+        xhat[j] = valid ? Norm::normalized(xhat[j], normalizer) : A(0);
         wdy[j] *= dy[j];
       }
     };
@@ -207,7 +208,7 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
         Pack<T, N> x_pack = staged.load(0, i);
         Pack<T, N> dy_pack = staged.load(1, i);
         if constexpr (Access::kSharesBlocks) {
-          Access::clip(live_width - col_of(i), x_pack, dy_pack);
+          Access::clip_to(normalizer.mean, live_width - col_of(i), x_pack, dy_pack);
         }
         if constexpr (kKeepPacks) {
           kept_packs[0][i] = x_pack;

@@ -66,7 +66,7 @@ __device__ __forceinline__ void few_rows_dx(const NormBackwardArgs& args, std::i
   for (int i = 0; i < kVectors; ++i) {
     const int live = width_at(i, live_width);
     if constexpr (Access::kSharesBlocks) {
-      Access::clip(live - col_of(i), x[i], dy[i]);
+      Access::clip_to(normalizer.mean, live - col_of(i), x[i], dy[i]);
     }
     A gradient[N];
     unpack(x[i], xhat[i]);

@@ -14,7 +14,7 @@
 
 namespace fused_op::cuda {
 
-// A row to read, and N of its elements; past the row's end they are zero if kClip, else anything.
+// A row to read, and N of its elements; past the row's end they are `past` if kClip, else anything.
 template <typename Source>
 __device__ __forceinline__ auto reader_of(const ConstRows& rows, std::int64_t row) {
   if constexpr (Source::kFlexible) {
@@ -25,26 +25,32 @@ __device__ __forceinline__ auto reader_of(const ConstRows& rows, std::int64_t ro
 }
 template <typename Access, bool kClip, int N, typename T>
 __device__ __forceinline__ void read(const T* row, std::int64_t col, std::int64_t cols,
-                                     Accumulator<T> (&values)[N]) {
+                                     Accumulator<T> (&values)[N], Accumulator<T> past = 0) {
   Pack<T, N> pack = Access::template load<N>(row, col, cols);
   if constexpr (kClip) {
-    Access::clip(cols - col, pack);
+    Access::clip_to(past, cols - col, pack);
   }
   unpack(pack, values);
 }
-template <typename, bool, int N, typename A>
+template <typename, bool kClip, int N, typename A>
 __device__ __forceinline__ void read(const AnyRow& row, std::int64_t col, std::int64_t cols,
-                                     A (&values)[N]) {
+                                     A (&values)[N], A past = 0) {
   to_values(load_raw<N, A>(row, col, cols), row.dtype, values);
+  if constexpr (kClip) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      values[j] = col + j < cols ? values[j] : past;
+    }
+  }
 }
 
-// x̂ and dy of N elements.
+// x and dy of N elements; past the row's end x is x_past, and dy zero.
 template <typename Source, typename Access, bool kClip, int N, typename Reader, typename A>
 __device__ __forceinline__ void read_terms(const NormBackwardArgs& args, const Reader& x_row,
                                            const Reader& dy_row, const DropoutState& state,
-                                           std::int64_t row, std::int64_t col, A (&x)[N],
-                                           A (&dy)[N]) {
-  read<Access, kClip>(x_row, col, args.cols, x);
+                                           std::int64_t row, std::int64_t col, A x_past,
+                                           A (&x)[N], A (&dy)[N]) {
+  read<Access, kClip>(x_row, col, args.cols, x, x_past);
   read<Access, kClip>(dy_row, col, args.cols, dy);
   if constexpr (Source::kFlexible) {
     if (args.dropout.active && !args.drops_input) {
@@ -91,6 +97,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   const auto x_row = reader_of<Source>(args.x, row);
   const auto dy_row = reader_of<Source>(args.grad_output, row);
 
+  const A x_past = Source::kFlexible && args.x_is_output ? A(0) : normalizer.mean;
   const DropoutState state(args.dropout);
   PullbackSums<A> sums{};
   const std::int64_t step = static_cast<std::int64_t>(pieces) * kMaxRowThreads * N;
@@ -98,7 +105,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
 #pragma unroll(Source::kFlexible ? 1 : 4)
   for (; col < args.cols; col += step) {
     A xhat[N], dy[N], w[N];
-    read_terms<Source, Access, true>(args, x_row, dy_row, state, row, col, xhat, dy);
+    read_terms<Source, Access, true>(args, x_row, dy_row, state, row, col, x_past, xhat, dy);
     auto w_pack = parameters_of<W, N>(args.weight, args.param_dtype, col, args.cols, 1);
     if constexpr (Access::kSharesBlocks) {
       Access::clip(args.cols - col, w_pack);
@@ -171,7 +178,7 @@ __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
       const Normalizer<A> normalizer = normalizers[r];
       const Pullback<Norm, A> pullback(totals[r], normalizer, inverse_cols);
       A xhat[N], dy[N], dx[N];
-      read_terms<Source, Access, false>(args, x_row, dy_row, state, row, col, xhat, dy);
+      read_terms<Source, Access, false>(args, x_row, dy_row, state, row, col, A(0), xhat, dy);
       normalize<Norm, Source>(args, col, normalizer, w, xhat);
 #pragma unroll
       for (int j = 0; j < N; ++j) {

@@ -86,6 +86,16 @@ __device__ __forceinline__ void stay_packed(P& pack) {
   }
 }
 
+template <typename T, int N, typename A>
+__device__ __forceinline__ Pack<T, N> filled(A value) {
+  T values[N];
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    values[j] = static_cast<T>(value);
+  }
+  return as_pack(values);
+}
+
 // Every row begins at a multiple of 16 bytes and is a whole number of packs long: a pack is wholly
 // inside or wholly outside, and moves in one instruction.
 struct VectorAccess {
@@ -112,6 +122,8 @@ struct VectorAccess {
   }
   template <typename Col, typename... Packs>
   __device__ __forceinline__ static void clip(Col, Packs&...) {}  // they loaded as zero
+  template <typename A, typename Col, typename... Packs>
+  __device__ __forceinline__ static void clip_to(A, Col, Packs&...) {}  // none lies past the end
   template <typename T, int N, typename Col>
   __device__ __forceinline__ static void store(T* row, Col col, Col width, const Pack<T, N>& pack) {
     if (col < width) {
@@ -250,19 +262,25 @@ struct ShiftedAccess {
     }
   }
 
-  // Zeros from element `valid` on, in each of the packs.
-  template <typename Col, typename T, int N, typename... Packs>
-  __device__ __forceinline__ static void clip(Col valid, Pack<T, N>& pack, Packs&... packs) {
+  // From element `valid` on: `past` in the first of the packs, zeros in the others.
+  template <typename Col, typename A, typename T, int N, typename... Packs>
+  __device__ __forceinline__ static void clip_to(A past, Col valid, Pack<T, N>& pack,
+                                                 Packs&... packs) {
     if (valid < N) {
+      const Pack<T, N> filler = filled<T, N>(past);
       const int kept = static_cast<int>(max(valid, Col{0})) * 8 * static_cast<int>(sizeof(T));
 #pragma unroll
       for (int k = 0; k < static_cast<int>(sizeof(pack) / 4); ++k) {
         const int dropped = 32 * (k + 1) - kept;  // bits
         const std::uint32_t mask = __funnelshift_rc(~0u, 0u, max(dropped, 0));
-        pack.words[k] &= mask;
+        pack.words[k] = (pack.words[k] & mask) | (filler.words[k] & ~mask);
         ((packs.words[k] &= mask), ...);
       }
     }
+  }
+  template <typename Col, typename T, int N>
+  __device__ __forceinline__ static void clip(Col valid, Pack<T, N>& pack) {
+    clip_to(Accumulator<T>(0), valid, pack);
   }
 
  private:

@@ -66,18 +66,24 @@ struct WordAccess {
     return pack;
   }
 
-  // Zeros from element `valid` on, counted from the lane's first one along the row.
-  template <typename Col, typename T, int N, typename... Packs>
-  __device__ __forceinline__ static void clip(Col valid, Pack<T, N>& pack, Packs&... packs) {
+  // As in ShiftedAccess, with elements counted from the lane's first one along the row.
+  template <typename Col, typename A, typename T, int N, typename... Packs>
+  __device__ __forceinline__ static void clip_to(A past, Col valid, Pack<T, N>& pack,
+                                                 Packs&... packs) {
     if (valid < ((kWords - 1) * kWarpSize + 1) * kElements<T>) {
+      const Pack<T, N> filler = filled<T, N>(past);
 #pragma unroll
       for (int k = 0; k < kWords; ++k) {
         const Col left = valid - k * kWarpSize * kElements<T>;
         const std::uint32_t mask = left >= kElements<T> ? ~0u : left > 0 ? 0xffffu : 0u;
-        pack.words[k] &= mask;
+        pack.words[k] = (pack.words[k] & mask) | (filler.words[k] & ~mask);
         ((packs.words[k] &= mask), ...);
       }
     }
+  }
+  template <typename Col, typename T, int N>
+  __device__ __forceinline__ static void clip(Col valid, Pack<T, N>& pack) {
+    clip_to(Accumulator<T>(0), valid, pack);
   }
 
   // Of rows that begin in the middle of a word, a lane writes the word in which its own begins,

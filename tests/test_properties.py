@@ -185,11 +185,25 @@ SUBNORMAL_SUMS = Call(  # a column's gradient is a sum of subnormal products
     eps=1e-3,
     seed=0,
 )
+ONE_LARGEST = Call(  # on a GPU, a row that ends inside of a vector, whose mean times rstd overflows
+    op=OPS[0],
+    pair=PAIRS[0],
+    shape=(1,),
+    normalized_ndim=1,
+    absent=(),
+    wanted=("input",),
+    layouts=["clone", "clone"],
+    offsets=[0] * 6,
+    rows=["largest_row"],
+    eps=1e-5,
+    seed=0,
+)
 
 
 @SETTINGS
 @given(call=calls())
 @example(call=SUBNORMAL_SUMS)
+@example(call=ONE_LARGEST)
 def test_random_calls(device, call) -> None:
     """Catches what goes wrong at one meeting of a shape, a layout, a subset of gradients and values
     only: every result is as near to the fp64 reference as derived."""

@@ -52,8 +52,9 @@ FUSED_OP_HD Pack<T, N> as_pack(const T (&values)[N]) {
 }
 
 // Access policies have load, clip and store_row: a pack begins at column `col` of a row `width`
-// columns wide. Elements past the row's end load as anything until clip() makes them zero, and are
-// not stored. store_row takes several packs, each `kLanes` packs after the one before.
+// columns wide. Elements past the row's end load as anything until clip() makes them zero (the
+// GPU's clip_to() another value), and are not stored. store_row takes several packs, each `kLanes`
+// packs after the one before.
 struct ByteAccess {
   template <int N, typename T>
   FUSED_OP_HD static Pack<T, N> load(const T* row, std::int64_t col, std::int64_t width,

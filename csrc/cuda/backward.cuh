@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
         }
         expand(x_pack, dy_pack, i, xhat, dy, wdy);
 #pragma unroll
-        for (int j = 0; j < N; ++j) {  // past the row's end dy is 0, and so is every term
+        for (int j = 0; j < N; ++j) {  // past the row's end dy is 0, x̂ finite, and every term 0
           sums.add(wdy[j], xhat[j]);
           dweight[i][j] = multiply_add(dy[j], xhat[j], dweight[i][j]);
           dbias[i][j] += dy[j];

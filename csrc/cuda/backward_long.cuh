@@ -48,8 +48,8 @@ __device__ __forceinline__ void read(const AnyRow& row, std::int64_t col, std::i
 template <typename Source, typename Access, bool kClip, int N, typename Reader, typename A>
 __device__ __forceinline__ void read_terms(const NormBackwardArgs& args, const Reader& x_row,
                                            const Reader& dy_row, const DropoutState& state,
-                                           std::int64_t row, std::int64_t col, A x_past,
-                                           A (&x)[N], A (&dy)[N]) {
+                                           std::int64_t row, std::int64_t col, A x_past, A (&x)[N],
+                                           A (&dy)[N]) {
   read<Access, kClip>(x_row, col, args.cols, x, x_past);
   read<Access, kClip>(dy_row, col, args.cols, dy);
   if constexpr (Source::kFlexible) {

@@ -262,7 +262,8 @@ struct ShiftedAccess {
     }
   }
 
-  // From element `valid` on: `past` in the first of the packs, zeros in the others.
+  // From element `valid` on: `past` in the first of the packs, zeros in the others. (Backward has
+  // the mean of a row past its end. x̂ of a zero there might be infinite, and dy·x̂ NaN.)
   template <typename Col, typename A, typename T, int N, typename... Packs>
   __device__ __forceinline__ static void clip_to(A past, Col valid, Pack<T, N>& pack,
                                                  Packs&... packs) {

@@ -70,7 +70,8 @@ struct WarpMoments {
   Moments<A> moments;
 };
 
-// Appends `next` to the moments of a warp's share so far.
+// Appends `next` to the moments of a warp's share so far. (The square of the difference by itself
+// may overflow where so_far is empty.)
 template <typename A>
 __device__ __forceinline__ WarpMoments<A> append(const WarpMoments<A>& so_far,
                                                  const WarpMoments<A>& next) {
@@ -85,7 +86,7 @@ __device__ __forceinline__ WarpMoments<A> append(const WarpMoments<A>& so_far,
   const A mean = a.mean + step;
   return {count,
           {mean, a.rest + (step - (mean - a.mean)),
-           a.second + b.second + difference * step * so_far.count}};
+           a.second + b.second + difference * (step * so_far.count)}};
 }
 
 // Merges `count` parts, `parts[0]` among them; valid in every lane. Of every kLanes neighbouring

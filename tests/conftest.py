@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.case import SEED, make_case
+from tests.memory import need_memory as need_memory  # a fixture
 from tests.ops import DEVICES, OPS, PAIRS
 
 

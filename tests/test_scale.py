@@ -1,7 +1,7 @@
 """Beyond 2^31 and 2^32 elements, rows and columns of 2^28, and no memory left.
 
-Needs most of a large GPU, alone: `python -m pytest tests/test_scale.py`. Where there is less
-memory a test is skipped and says how much it needs. FUSED_OP_SCALE=1: those of 2^28 on the CPU too.
+Needs most of a large GPU, alone: `python -m pytest tests/test_scale.py`. Where less memory is
+free a test is skipped and says how much it needs. FUSED_OP_SCALE=1: those of 2^28 on the CPU too.
 """
 
 import gc
@@ -12,8 +12,8 @@ import torch
 
 import fused_op
 from tests.case import Case, generator, make_case
+from tests.memory import GIB
 from tests.ops import BF16, DEVICES, F16, F32, OPS, PAIRS, Op, Pair
-from tests.test_shapes import GIB, need_memory
 
 PLAIN = [op for op in OPS if not op.zero_centered]
 needs_gpu = pytest.mark.skipif("cuda" not in DEVICES, reason="needs a GPU")
@@ -34,21 +34,13 @@ def large_case(op: Op, shape: tuple[int, int], pair: Pair, device: str, absent=(
     return Case(op, params | given, tuple(rows() for _ in range(1 + op.adds)))
 
 
-@pytest.fixture(autouse=True)
-def memory_is_given_back():
-    yield
-    gc.collect()
-    if "cuda" in DEVICES:
-        torch.cuda.empty_cache()
-
-
 @needs_gpu
 @pytest.mark.parametrize("pair", [Pair(BF16, BF16), Pair(F32, F32)], ids=str)
 @pytest.mark.parametrize(
     "shape", [(2**19 + 1, 4096), (2**20 + 1, 4096), (2**14 + 1, 262144)], ids=str
 )
 @pytest.mark.parametrize("op", PLAIN, ids=str)
-def test_more_than_32_bits_of_elements(op, shape, pair) -> None:
+def test_more_than_32_bits_of_elements(op, shape, pair, need_memory) -> None:
     """Catches an offset, a count or a row stride in 31 or 32 bits: all rows are compared, the last
     ones lie beyond element 2^31 or 2^32. Parameter gradients sum over up to 2^20 rows."""
     tensors = 7 if op.adds else 4  # inputs, outputs, what arrives at those, and one gradient
@@ -69,7 +61,7 @@ def case_without_poison(case: Case) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("op", PLAIN[:2], ids=str)
-def test_one_row_of_2_to_the_28_columns(op, device) -> None:
+def test_one_row_of_2_to_the_28_columns(op, device, need_memory) -> None:
     """Catches a sum of 2^28 terms that stalls in float32, and a column index that overflows. The
     whole row is compared with the formula in float64, by parts."""
     cols = 2**28
@@ -101,7 +93,7 @@ def test_one_row_of_2_to_the_28_columns(op, device) -> None:
 
 @pytest.mark.parametrize("op", PLAIN, ids=str)
 @pytest.mark.parametrize("cols", [1, 2])
-def test_2_to_the_28_rows(op, device, cols) -> None:
+def test_2_to_the_28_rows(op, device, cols, need_memory) -> None:
     """Catches a grid that counts rows in a dimension which has no place for them: sampled rows, the
     last ones among them, are those of a call of their own."""
     rows = 2**28

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from tests.case import make_case
+from tests.memory import GIB
 from tests.ops import DEVICES, OPS, PAIRS
 
 COLS = [1, 2, 3, 31, 33, 255, 1000, 1023, 2050, 4095, 4096, 5120]
 COLS += [8192, 12288, 16384, 65536, 131072, 262144]
 ROWS = [0, 1, 7, 4096]
-GIB = 2**30
 
 
 def table() -> list[tuple]:
@@ -25,7 +25,7 @@ def table() -> list[tuple]:
 
 
 @pytest.mark.parametrize(("device", "cols", "rows", "pair"), table(), ids=str)
-def test_shape(device, cols, rows, pair) -> None:
+def test_shape(device, cols, rows, pair, need_memory) -> None:
     """Catches wrong tails, tiles that do not cover a row, offsets that overflow and launches that
     fail, in each op."""
     if device == "cuda":
@@ -108,12 +108,3 @@ class Memory:
             "data": (address, False),
             "version": 3,
         }
-
-
-def need_memory(bytes_: int) -> None:
-    free, _ = torch.cuda.mem_get_info()
-    if free < bytes_:
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
-    if free < bytes_:
-        pytest.skip(f"needs {bytes_ / GIB:.0f} GiB of GPU memory, {free / GIB:.0f} are free")

@@ -220,9 +220,12 @@ def test_random_calls(device, call) -> None:
         (F64, 1e30, {}),
         (F64, -1.25e99, {}),
         (F64, 1e303, {}),
+        (F64, -1.7e308, {}),  # the sum overflows too
         (F32, -1e33, {}),
+        (F32, 3.4e38, {}),
         (F32, 1e33, {"out_dtype": BF16}),
         (BF16, -1e33, {}),
+        (BF16, -3.3e38, {}),
         (BF16, 1e33, {"out_dtype": F32}),
     ],
 )

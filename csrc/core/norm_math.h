@@ -122,6 +122,17 @@ FUSED_OP_HD bool overflowed(const Moments<A>& moments) {
   return !(moments.second <= Limits<A>::kLargest);
 }
 
+// Takes the scale off the moments of a row of one huge value, of which the sum alone overflowed:
+// scaled, its eps would be nothing, and so would rstd.
+template <typename A>
+FUSED_OP_HD void unscale(Moments<A>& moments, A& scale) {
+  if (scale != A(1) && moments.second == A(0)) {
+    moments.mean *= Limits<A>::kInverseScale;
+    moments.rest *= Limits<A>::kInverseScale;
+    scale = A(1);
+  }
+}
+
 template <typename A>
 FUSED_OP_HD A scaled_eps(A eps, A scale) {
   const A scaled = eps * scale * scale;

@@ -93,6 +93,7 @@ void forward_row(const NormForwardArgs& args, std::int64_t row) {
     if (overflowed(moments)) {
       scale = Limits<A>::kScale;
       moments = row_moments<Norm>(values, args.cols, scale, true);
+      unscale(moments, scale);
     }
   }
   const Normalizer<A> normalizer =

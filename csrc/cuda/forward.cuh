@@ -128,9 +128,9 @@ __device__ __forceinline__ Pack<T, N> output_of(const Affine<W, Norm, N>& affine
 // How the elements of a row are normalised; one thread of the row saves it for backward.
 template <typename Norm, typename A>
 __device__ __forceinline__ Normalizer<A> normalizer_of(const NormForwardArgs& args,
-                                                       const Moments<A>& moments, A scale,
-                                                       A inverse_cols, std::int64_t row,
-                                                       bool saves) {
+                                                       Moments<A> moments, A scale, A inverse_cols,
+                                                       std::int64_t row, bool saves) {
+  unscale(moments, scale);
   const Normalizer<A> normalizer =
       Norm::normalizer(moments, scale, inverse_cols, static_cast<A>(args.eps));
   if (args.stats != nullptr && saves) {

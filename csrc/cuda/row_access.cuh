@@ -86,6 +86,7 @@ __device__ __forceinline__ void stay_packed(P& pack) {
   }
 }
 
+// A pack of one value.
 template <typename T, int N, typename A>
 __device__ __forceinline__ Pack<T, N> filled(A value) {
   T values[N];

@@ -185,18 +185,9 @@ SUBNORMAL_SUMS = Call(  # a column's gradient is a sum of subnormal products
     eps=1e-3,
     seed=0,
 )
-ONE_LARGEST = Call(  # on a GPU, a row that ends inside of a vector, whose mean times rstd overflows
-    op=OPS[0],
-    pair=PAIRS[0],
-    shape=(1,),
-    normalized_ndim=1,
-    absent=(),
-    wanted=("input",),
-    layouts=["clone", "clone"],
-    offsets=[0] * 6,
-    rows=["largest_row"],
-    eps=1e-5,
-    seed=0,
+# On a GPU, a row that ends inside of a vector, whose mean times rstd overflows.
+ONE_LARGEST = SUBNORMAL_SUMS._replace(
+    op=OPS[0], shape=(1,), wanted=("input",), layouts=["clone"] * 2, rows=["largest_row"], eps=1e-5
 )
 
 

@@ -188,9 +188,11 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
           return;
         }
       }
+      // Flexible packs hold zeros past the row's end, and x̂ of those might be infinite.
+      constexpr bool kEndsInPack = Source::kFlexible && Norm::kCentered;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        const bool valid = !(Source::kFlexible && Norm::kCentered) || col_of(i) + j < width;
+        const bool valid = !kEndsInPack || col_of(i) + j < width;
         xhat[j] = valid ? Norm::normalized(xhat[j], normalizer) : A(0);
         wdy[j] *= dy[j];
       }

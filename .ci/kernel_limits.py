@@ -14,8 +14,9 @@ import time
 
 # Mangled names (ptxas knows no others), the registers a thread may take, the threads that then fit.
 LIMITS = (
-    (r"norm_forward_kernel\w*Plain\w*VectorAccess", 64, 1024),
+    (r"norm_forward_kernel\w*Plain\w*VectorAccessENS0_7RowTile", 64, 1024),
     (r"norm_forward_kernel\w*TightTile", 56, 1152),
+    (r"norm_forward_kernel\w*LightTile", 40, 1536),
     (r"norm_forward_kernel\w*WordRows\w*AccessENS0_7RowTile", 64, 1024),
     (r"norm_forward_flat_kernel\w*Li[1234]E", 64, 1024),
     (r"norm_forward_short_kernel\w*RowTileILi\d+ELi1E", 40, 1536),

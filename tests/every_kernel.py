@@ -38,7 +38,11 @@ MANY_ROWS = (2432, 1024)
 MANY_WIDE_ROWS = (2432, 1536)  # the same with three vectors a lane
 IN_TURN = (40, 16385)  # clusters of nine CTAs that take rows in turn
 LARGE_CLUSTERS = (16385, 24577)  # vectors of rows that take clusters of more than eight CTAs
-WORDS = (100, 250, 350, 511, 1101, 2501)  # of 4 bytes, of a row that is no whole number of vectors
+WORDS = (100, 250, 350, 511, 1101, 2501, 2502)  # of 4 bytes, of rows that are not whole vectors
+# Forward takes few rows in other tiles than many, and one warp's rows several to a CTA.
+MANY_WORDS = (1101, 1700, 2501, 2502)
+THREE_A_LANE = ((8, 96), (1000, 96), (2432, 96))
+ONE_WARP = (2432, 128)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -105,10 +109,11 @@ def cases(pair: Pair) -> list[tuple[Op, int, int, int]]:
         odd.append((rows, vectors * vector - 1, 1))
     odd += [(304, cols, 0) for cols in range(1, vector)]
     odd += [(272, words * word, shift) for words in WORDS for shift in (1, 2)]
+    odd += [(MANY_ROWS[0], words * word, 2) for words in MANY_WORDS]
     found = [(op, *shape) for shape in aligned for op in OPS]
     # Not of 1 + weight, which PyTorch makes: its memory ends with it.
     found += [(op, *shape) for shape in odd for op in OPS if not op.zero_centered]
-    for rows, vectors in (IN_TURN, MANY_WIDE_ROWS):
+    for rows, vectors in (IN_TURN, MANY_WIDE_ROWS, *THREE_A_LANE, ONE_WARP):
         found += [(op, rows, vectors * vector, 0) for op in OPS if not op.adds]
     return found
 

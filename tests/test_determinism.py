@@ -14,10 +14,9 @@ INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 WIDTHS = [("cpu", cols) for cols in (1, 3, 31, 64, 255, 1000, 1023, 4096, 5120)]
 if "cuda" in DEVICES:
     WIDTHS += [("cuda", cols) for _, cols in WIDTHS]
-    WIDTHS += [("cuda", cols) for cols in (2, 4, 5, 6, 7, 8, 16, 24, 40, 300, 1022, 2050, 4095)]
-    WIDTHS += [
-        ("cuda", cols) for cols in (6144, 8192, 10240, 12288, 16384, 20480, 65536, 131072, 262144)
-    ]
+    more = (2, 4, 5, 6, 7, 8, 16, 24, 40, 300, 768, 1022, 1536, 2050, 2560, 4095, 4098, 6144, 7168)
+    more += (8192, 10240, 12288, 16384, 20480, 65536, 131072, 262144)
+    WIDTHS += [("cuda", cols) for cols in more]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -56,8 +55,8 @@ def test_repetition(op, device, pair) -> None:
 def test_a_row_does_not_depend_on_its_batch(op, device, cols) -> None:
     """Catches a tiling, and so an order of addition, that follows the number of rows or the place
     of a row among them."""
-    # On a GPU more rows than it has multiprocessors: fewer may be cut up in another way.
-    many = 37 if device == "cpu" else 700 if cols <= 16384 else 200
+    # On a GPU so many rows that fewer are cut up in another way.
+    many = 37 if device == "cpu" else 2500 if cols <= 2560 else 700 if cols <= 16384 else 200
     for pair in PAIRS:
         case = make_case(op, (many, cols), pair, device)
         whole = rowwise(case.run())

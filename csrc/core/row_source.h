@@ -63,10 +63,10 @@ struct Plain {
   FUSED_OP_HD const T* row() const { return input; }
 };
 
-// The same in packs of 4 bytes: of rows that are no whole number of vectors.
-template <typename T>
+// The same in packs of 4 or 8 bytes: of rows that are no whole number of vectors.
+template <typename T, int kBytes = 4>
 struct WordRows : Plain<T> {
-  static constexpr int kElements = 4 / sizeof(T);
+  static constexpr int kElements = kBytes / sizeof(T);
   using Plain<T>::Plain;
 };
 template <typename Source>

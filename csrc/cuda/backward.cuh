@@ -105,6 +105,16 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   const std::int64_t first_row = cta_row + team;
   const A inverse_cols = reciprocal(static_cast<A>(width));
 
+  if constexpr (!Source::kFlexible && !Source::kSplit && !Source::kDrops) {
+    const int col = warp_col + lane * N;
+    if (first_row < args.rows) {
+      prefetch_row<kVectors>(row_of<T>(args.x, first_row), col, kLanes * N, width);
+      prefetch_row<kVectors>(row_of<T>(args.grad_output, first_row), col, kLanes * N, width);
+    }
+    if (first_row == 0 && args.weight != nullptr) {  // for all rows
+      prefetch_row<kVectors>(static_cast<const W*>(args.weight), col, kLanes * N, width);
+    }
+  }
   await_kernels_before();
   uint4* const blocks = shared + group * Layout::group_blocks(stages) + lane;
   StagedRows<W, Source, Access, Tile> staged(args, steps, shared_address(blocks), first_row,

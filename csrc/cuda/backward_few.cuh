@@ -177,11 +177,20 @@ template <typename W, typename Norm, typename Source, typename Access, int kVect
 __global__ void __launch_bounds__(kVectors == 2 ? kMaxBackwardWarps * kWarpSize : kMaxRowThreads, 1)
     norm_backward_few_kernel(const __grid_constant__ NormBackwardArgs args, int row_ctas,
                              int per_lane) {
-  await_kernels_before();
   const int cta = static_cast<int>(blockIdx.x);
+  const std::int64_t row = static_cast<std::int64_t>(cta) * blockDim.y + threadIdx.y;
+  if (cta < row_ctas && row < args.rows) {
+    using T = typename Source::Element;
+    constexpr int kStep = kWarpSize * Source::kElements;
+    const int warp_col = static_cast<int>(threadIdx.x) / kWarpSize * per_lane * kStep;
+    const int col = warp_col + static_cast<int>(threadIdx.x) % kWarpSize * Source::kElements;
+    const int width = min(static_cast<int>(args.cols), warp_col + per_lane * kStep);
+    prefetch_row<kVectors>(row_of<T>(args.x, row), col, kStep, width);
+    prefetch_row<kVectors>(row_of<T>(args.grad_output, row), col, kStep, width);
+  }
+  await_kernels_before();
   if (cta < row_ctas) {
-    const std::int64_t first_row = static_cast<std::int64_t>(cta) * blockDim.y;
-    few_rows_dx<W, Norm, Source, Access, kVectors>(args, first_row + threadIdx.y, per_lane);
+    few_rows_dx<W, Norm, Source, Access, kVectors>(args, row, per_lane);
   } else {
     few_rows_columns<W, Norm, Source, NeighbourAccess<Access>>(args, cta - row_ctas);
   }

@@ -10,14 +10,36 @@
 
 namespace fused_op::cuda {
 
-// Every kernel calls it before it touches global memory: to read, since the kernel before wrote
-// what it reads, and to write, since that may still read what it overwrites. In each grid some
-// thread calls it, so that the end of a kernel is the end of all before it.
+// Every kernel calls it before it reads global memory, since the kernel before wrote what it reads,
+// and before it writes, since that may still read what it overwrites. In each grid some thread
+// calls it, so that the end of a kernel is the end of all before it.
 __device__ __forceinline__ void await_kernels_before() {
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();  // the next kernel may be placed, and waits
 #endif
+}
+
+// The one thing a kernel may do before that: ask for what it will read, in its first wave of CTAs.
+// It comes into the L2 cache, to which all write, and so nothing old is read later. H200, bf16,
+// us of one call after the other without and with it: forward 1.6 1.2 at 64x1024, 4.8 4.3 at
+// 4096x768, 11.0 10.1 at 8192x1024; backward 2.2 1.9 at 64x1024. Not for what all CTAs read: a
+// line is asked for once for each of them, 4.8 19.4 at 4096x768 with weight and bias.
+constexpr unsigned kPrefetchingCtas = 2048;
+__device__ __forceinline__ void prefetch(const void* place) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(place));
+#endif
+}
+// A lane's vectors of a row, `step` elements apart.
+template <int kVectors, typename T>
+__device__ __forceinline__ void prefetch_row(const T* row, int col, int step, int width) {
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (col + i * step < width) {
+      prefetch(row + col + i * step);
+    }
+  }
 }
 
 struct LaunchShape {

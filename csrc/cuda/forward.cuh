@@ -321,10 +321,18 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   const int live_width = my_row < args.rows ? width : 0;
   const std::int64_t row = my_row < args.rows ? my_row : args.rows - 1;
 
-  await_kernels_before();
-  const Source source(args, row);
   const int first_col = (warp * kVectors * kLanes + lane) * N;
   const auto col_of = [&](int i) { return first_col + i * kLanes * N; };
+  if constexpr (!Source::kFlexible && !Source::kSplit) {
+    if (blockIdx.x < kPrefetchingCtas) {
+      prefetch_row<kVectors>(row_of<T>(args.input, row), first_col, kLanes * N, width);
+      if constexpr (Source::kStoresRow) {
+        prefetch_row<kVectors>(row_of<T>(args.residual, row), first_col, kLanes * N, width);
+      }
+    }
+  }
+  await_kernels_before();
+  const Source source(args, row);
   Pack<T, N> packs[kVectors];
   typename Source::template Fetched<N> fetched[kVectors];
 #pragma unroll
@@ -333,10 +341,11 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   }
   source.template finish<Access, kLanes>(fetched, packs, first_col, live_width);
 
-  // By words: all of them, or as many as fill 16 bytes. H200, with four words ahead and with eight,
-  // share of 4.2 TB/s: 0.80 0.78 at 16384x8196, bf16, 0.97 0.95 at 32776x4095, fp32; with four,
-  // eight and all, us: 3.35 2.65 2.03 at 64x1023, fp32.
-  constexpr int kAhead = kByWords<Source>               ? (Tile::kEager ? kVectors : kVector<T> / N)
+  // By words: as many as fill 16 bytes. H200, with four words ahead and with eight, share of
+  // 4.2 TB/s: 0.80 0.78 at 16384x8196, bf16, 0.97 0.95 at 32776x4095, fp32; with four, eight and
+  // all, us: 3.35 2.65 2.03 at 64x1023, fp32, which is an EagerTile.
+  constexpr int kAhead = Tile::kEager                   ? kVectors
+                         : kByWords<Source>             ? kVector<T> / N
                          : kVectors < 3 || Tile::kTight ? 1
                                                         : 2;
   Affine<W, Norm, N> affine[kAhead];

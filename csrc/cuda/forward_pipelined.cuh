@@ -53,6 +53,12 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   const ClusterExchange<WarpMoments<A>, kPipelinedSlots> exchange{
       parts, arrivals, row_parts, ctas, cluster_rows(args.rows, first_row, clusters)};
   exchange.begin();
+#pragma unroll
+  for (int stage = 0; stage < kStages; ++stage) {
+    if (const std::int64_t row = first_row + stage * clusters; row < args.rows) {
+      prefetch_row<kVectors>(row_of<T>(args.input, row), Part::col(part, 0), kWarpSize * N, width);
+    }
+  }
   await_kernels_before();
 
   const std::uint32_t held = shared_address(parts + kPipelinedSlots * row_parts) +

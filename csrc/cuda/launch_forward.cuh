@@ -159,10 +159,16 @@ bool is_flat(const NormForwardArgs& args) {
          args.input.stride == args.cols && vector_aligned(args.input.data);
 }
 
-// Threads a multiprocessor, of all rows by words, up to which these are few (EagerTile). H200,
-// bf16, us at 300x2050, 218 threads, taken as many and as few: 3.51 2.61. Above 512 it was not
-// measured.
-constexpr int kEagerThreads = 1536;
+// Threads a multiprocessor, of all rows, up to which these are few (EagerTile). H200, bf16, us
+// taken as many and as few: 2.91 1.77 at 1x8192, 3.66 2.45 at 256x4096, 4.36 3.72 at
+// 512x4096, 3.44 3.35 at 2000x1024, 485 threads, but 4.34 5.14 at 4096x768, 993 threads; by
+// words 3.51 2.61 at 300x2050, 218 threads, and above 512 not measured.
+template <typename Source>
+constexpr int kEagerThreads = kByWords<Source> ? 1536 : 512;
+
+template <typename Source, typename Access, typename Tile>
+constexpr bool kHasEager = Tile::kLanes == kWarpSize && !Source::kFlexible && !Source::kDrops &&
+                           std::is_same_v<Access, VectorAccess>;
 
 // Whether rows are taken by words of 4 bytes, wherever they begin.
 template <typename T>
@@ -200,22 +206,26 @@ void launch_rows(const NormForwardArgs& args, const Queue& queue) {
         return;
       }
     }
-    if constexpr (kByWords<Source> && std::is_same_v<Access, VectorAccess>) {
-      if (args.rows * row_threads <= std::int64_t{queue.device.multiprocessors} * kEagerThreads) {
-        queue.launch(norm_forward_kernel<W, Norm, Source, Access, EagerTile<Tile>>,
-                     {static_cast<unsigned>(args.rows), row_threads}, args);
-        return;
-      }
-    }
     if constexpr (kIsShort<Source, Access, Tile>) {
-      constexpr int kCtaRows = kShortThreads / Tile::kLanes * kShortRows;
+      constexpr int kCtaRows = kShortThreads<Tile> / Tile::kLanes * kShortRows;
       queue.launch(norm_forward_short_kernel<W, Norm, typename Source::Element, Tile>,
-                   {static_cast<unsigned>(ceil_div(args.rows, kCtaRows)), kShortThreads}, args);
+                   {static_cast<unsigned>(ceil_div(args.rows, kCtaRows)), kShortThreads<Tile>},
+                   args);
     } else {
       constexpr int kShared =  // of a CTA with several rows
-          Tile::kOneWarp ? ForwardBounds<W, Source, Access, Tile>::kThreads : 128;
+          Tile::kOneWarp        ? ForwardBounds<W, Source, Access, Tile>::kThreads
+          : Tile::kVectors == 4 ? kShortTileThreads / Tile::kVectors
+                                : 128;
       const int threads = row_threads <= kWarpSize ? kShared : row_threads;
       const auto grid = static_cast<unsigned>(ceil_div(args.rows, threads / row_threads));
+      if constexpr (kHasEager<Source, Access, Tile>) {
+        if (args.rows * row_threads <=
+            std::int64_t{queue.device.multiprocessors} * kEagerThreads<Source>) {
+          using Eager = EagerTile<RowTile<kWarpSize, Tile::kVectors>>;
+          queue.launch(norm_forward_kernel<W, Norm, Source, Access, Eager>, {grid, threads}, args);
+          return;
+        }
+      }
       queue.launch(norm_forward_kernel<W, Norm, Source, Access, Tile>, {grid, threads}, args);
     }
   };
@@ -223,7 +233,7 @@ void launch_rows(const NormForwardArgs& args, const Queue& queue) {
   if constexpr (kShort) {
     with_short_forward_tile(vectors, launch_tile);
   } else if constexpr (kByWords<Source>) {
-    with_word_tile(vectors, launch_tile);
+    with_word_tile<Source>(vectors, launch_tile);
   } else if (vectors > (Source::kFlexible ? kMaxFlexibleVectors : kMaxForwardVectors)) {
     if (!launch_parts<W, Norm, Source, Access>(args, vectors, queue) &&
         !launch_pipelined<W, Norm, Source, Access>(args, vectors, queue)) {
@@ -233,7 +243,7 @@ void launch_rows(const NormForwardArgs& args, const Queue& queue) {
     with_flexible_tile(vectors, launch_tile);
   } else {
     using Bounds = ForwardBounds<W, Source, Access, RowTile<kWarpSize, 4>>;
-    with_forward_tile<Bounds>(vectors, launch_tile);
+    with_forward_tile<Bounds, Norm>(vectors, launch_tile);
   }
 }
 
@@ -256,15 +266,25 @@ cudaError_t launch_forward(const NormForwardArgs& args, cudaStream_t stream) {
                      {static_cast<unsigned>(ctas), kFlatThreads}, args);
       });
     } else if (in_words<T>(args)) {
-      if constexpr (sizeof(T) == 4) {
-        launch_rows<W, Norm, WordRows<T>, VectorAccess>(args, queue);
-      } else if constexpr (sizeof(T) == 2) {
-        const bool whole = reinterpret_cast<std::uintptr_t>(args.input.data) % 4 == 0 &&
-                           args.input.stride % 2 == 0;
+      const auto launch_pairs = [&]<typename Source>() {  // of elements
+        const bool whole =
+            reinterpret_cast<std::uintptr_t>(args.input.data) % (2 * sizeof(T)) == 0 &&
+            args.input.stride % 2 == 0;
         if (whole) {
-          launch_rows<W, Norm, WordRows<T>, VectorAccess>(args, queue);
+          launch_rows<W, Norm, Source, VectorAccess>(args, queue);
         } else {
-          launch_rows<W, Norm, WordRows<T>, HalvesAccess>(args, queue);
+          launch_rows<W, Norm, Source, HalvesAccess>(args, queue);
+        }
+      };
+      if constexpr (sizeof(T) == 2) {
+        launch_pairs.template operator()<WordRows<T>>();
+      } else if constexpr (sizeof(T) == 4) {
+        // H200, us by words and by pairs of them, LayerNorm and RMSNorm: 276 257, 260 261 at
+        // 65472x2050, 269 263, 262 263 at 32768x4098.
+        if (args.cols % 2 == 0) {
+          launch_pairs.template operator()<WordRows<T, 8>>();
+        } else {
+          launch_rows<W, Norm, WordRows<T>, VectorAccess>(args, queue);
         }
       }
     } else {

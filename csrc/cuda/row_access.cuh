@@ -141,13 +141,18 @@ struct VectorAccess {
   }
 };
 
-// Packs of two 16-bit elements that may lie across two words of 4 bytes. They are stored where rows
+// Packs of two elements, of 16 bits or 32, that are not aligned to both. They are stored where rows
 // are dense.
 struct HalvesAccess : VectorAccess {
   template <int N, typename T, typename Col>
   __device__ __forceinline__ static Pack<T, N> load(const T* row, Col col, Col width) {
-    static_assert(N == 2 && sizeof(T) == 2);
-    Pack<T, N> pack;
+    static_assert(N == 2 && sizeof(T) <= 4);
+    Pack<T, N> pack{};
+    if constexpr (sizeof(T) == 4) {
+      load_if<1>(col < width, row + col, pack.words);
+      load_if<1>(col < width, row + col + 1, pack.words + 1);
+      return pack;
+    }
     asm volatile(
         "{\n"
         "  .reg .pred wanted;\n"

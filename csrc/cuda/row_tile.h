@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/pack.h"
 
@@ -34,15 +35,21 @@ struct SpreadTile : RowTile<32, 1> {
 };
 constexpr int kMaxSpreadThreads = 512;
 
-// RowTile<32, 4> for eleven or twelve warps, of which three such CTAs fit onto a multiprocessor
-// with 56 registers a thread, but two with 64. H200, bf16, share of the limit with 64 and with 56,
-// LayerNorm and RMSNorm: 0.85 0.97, 0.93 0.97 at 10922x12288; 0.79 0.95, 0.90 0.98 at 12000x11264.
-struct TightTile : RowTile<32, 4> {
+// The same with 56 registers a thread instead of 64, where more CTAs fit onto a multiprocessor that
+// way: three instead of two of eleven or twelve warps.
+template <int kVectors_>
+struct TightTile : RowTile<32, kVectors_> {
   static constexpr bool kTight = true;
 };
 constexpr int kTightThreads = 576;  // two CTAs of them would have 56 registers each
+constexpr int kTightSmWarps = 2 * kTightThreads / 32;
+constexpr int kSmWarps = 1024 / 32;
 
-// Forward of few rows by words: there are registers to spare, but latency counts.
+// Up to eight warps with 40 registers a thread.
+struct LightTile : RowTile<32, 2> {};
+constexpr int kLightThreads = 256;
+
+// Forward of few rows: there are registers to spare, but latency counts.
 template <typename Tile>
 struct EagerTile : Tile {
   static constexpr bool kEager = true;
@@ -73,6 +80,12 @@ constexpr int kMostSmThreads = 1024;
 #else
 constexpr int kMostSmThreads = 1536;
 #endif
+// Threads of a CTA with several rows, times the vectors of each. Large where a thread has little to
+// do, since the start of a CTA takes its time: H200, bf16, us at 4194304x16 with 128 and with 256
+// threads: LayerNorm 81 78, RMSNorm 81 66. Small where it has much, since its place is free only
+// when its last row is done: with 128 and with 64, 128.2 127.4, 130.3 127.8 at 262144x512, 129.0
+// 128.1, 129.8 127.8 at 131072x1024.
+constexpr int kShortTileThreads = 256;
 template <typename W, typename Source, typename Access, typename Tile>
 struct ForwardBounds {
   static constexpr int kElement = sizeof(typename Source::Element);
@@ -82,13 +95,12 @@ struct ForwardBounds {
   static constexpr int kThreadsPerSm = kElement == 8 || (kShifted && kManyLoads) ? 512
                                        : kShifted || kManyLoads                  ? 768
                                                                                  : 1024;
-  // Larger CTAs where a thread has little to do: the start of one takes its time. H200, bf16, us at
-  // 4194304x16 with 128 and with 256 threads: LayerNorm 81 78, RMSNorm 81 66.
-  static constexpr int kThreads = Tile::kEager          ? kMaxSpreadThreads
-                                  : Tile::kTight        ? kTightThreads
-                                  : !Tile::kOneWarp     ? kThreadsPerSm
-                                  : Tile::kVectors == 1 ? 256
-                                                        : 128;
+  static constexpr bool kLight = std::is_same_v<Tile, LightTile>;
+  static constexpr int kThreads = Tile::kEager      ? kMaxSpreadThreads
+                                  : Tile::kTight    ? kTightThreads
+                                  : kLight          ? kLightThreads
+                                  : !Tile::kOneWarp ? kThreadsPerSm
+                                                    : kShortTileThreads / Tile::kVectors;
   // More threads where each has few vectors in flight: 0.94 of the limit with 1024, 0.96 with 1280
   // at 1048576x64.
   static constexpr int kFewVectors = kThreadsPerSm < 1024 ? 0 : Tile::kVectors;
@@ -96,7 +108,10 @@ struct ForwardBounds {
                                     : kFewVectors == 2 ? 1280
                                                        : kThreadsPerSm;
   static constexpr int kMostCtas = kMostSmThreads / kThreads;
-  static constexpr int kCtas = Tile::kOneWarp ? kSmThreads / kThreads : Tile::kTight ? 2 : 1;
+  static constexpr int kCtas = Tile::kOneWarp ? kSmThreads / kThreads
+                               : kLight       ? kMostSmThreads / kThreads
+                               : Tile::kTight ? 2
+                                              : 1;
   static constexpr int kCtasPerSm = kCtas < kMostCtas ? kCtas : kMostCtas;
 };
 
@@ -113,27 +128,50 @@ auto with_short_forward_tile(std::int64_t vectors, Function&& function) {  // up
   if (vectors <= 16) return function.template operator()<RowTile<4, 4>>();
   return function.template operator()<RowTile<8, 4>>();
 }
-template <typename Bounds, typename Function>
+template <typename Bounds, typename Norm, typename Function>
 auto with_forward_tile(std::int64_t vectors, Function&& function) {
   if (vectors <= 32) return with_short_forward_tile(vectors, function);
   if (vectors <= 64) return function.template operator()<RowTile<16, 4>>();
   const int warps = row_warps<RowTile<32, 4>>(vectors);
-  if constexpr (Bounds::kThreadsPerSm == 1024) {  // others keep more registers
-    if (warps == 11 || warps == 12) return function.template operator()<TightTile>();
+  // Three vectors where they make do with as many warps.
+  const bool three = row_warps<RowTile<32, 3>>(vectors) == warps;
+  const bool fills = (warps & (warps - 1)) == 0 && !three;  // one, two, four, eight or 16 warps
+  if constexpr (Bounds::kThreadsPerSm == 1024) {            // others keep more registers
+    // H200, bf16, us with 64 registers and with 56, LayerNorm and RMSNorm: 134 130, 128 128 at
+    // 174762x768; 138 135, 129 129 at 52428x2560; 134 129, 128 129 at 18724x7168; 138 130, 129 130
+    // at 14563x9216; share of the limit: 0.85 0.97, 0.93 0.97 at 10922x12288. But where a row fills
+    // two warps, or four: 129.2 129.5 at 65536x2048, 130.5 132.3 at 32768x4096.
+    const bool more_ctas = kTightSmWarps / warps > kSmWarps / warps;
+    if (more_ctas && (Norm::kCentered ? !fills : warps > 8)) {
+      if constexpr (Norm::kCentered) {
+        if (three) return function.template operator()<TightTile<3>>();
+      }
+      return function.template operator()<TightTile<4>>();
+    }
+    // RMSNorm does with 40 registers for two vectors: more threads. H200, us with four and with
+    // two: 130.7 128.4 at 32768x4096, 127.6 127.0 at 65536x2048, bf16, 260.7 256.7 at 65536x2048,
+    // fp32; but 130.4 134.6 at 16384x8192.
+    if constexpr (!Norm::kCentered) {
+      if (fills && (warps == 2 || warps == 4)) return function.template operator()<LightTile>();
+    }
   }
-  // Three where they make do with as many warps.
-  if (row_warps<RowTile<32, 3>>(vectors) == warps) {
-    return function.template operator()<RowTile<32, 3>>();
-  }
+  if (three) return function.template operator()<RowTile<32, 3>>();
   return function.template operator()<RowTile<32, 4>>();
 }
 
-// Forward by words of 4 bytes, of rows of more than kMinWords. Twelve of a lane where they make do
-// with as many warps; fewer idle lanes alone, in more warps, gained LayerNorm 2 % at 16384x8196
-// (bf16), and cost RMSNorm 6 %.
+// Forward by words of 4 bytes, of rows of more than kMinWords, or by pairs of them. Twelve of a
+// lane where they make do with as many warps; fewer idle lanes alone, in more warps, gained
+// LayerNorm 2 % at 16384x8196 (bf16), and cost RMSNorm 6 %.
 constexpr std::int64_t kMinWords = 256;
-template <typename Function>
+template <typename Source, typename Function>
 auto with_word_tile(std::int64_t words, Function&& function) {
+  if constexpr (sizeof(Pack<typename Source::Element, Source::kElements>) == 8) {
+    // Seven or eight, likewise.
+    if (row_warps<RowTile<32, 7>>(words) == row_warps<RowTile<32, 8>>(words)) {
+      return function.template operator()<RowTile<32, 7>>();
+    }
+    return function.template operator()<RowTile<32, 8>>();
+  }
   if (row_warps<RowTile<32, 12>>(words) == row_warps<RowTile<32, 16>>(words)) {
     return function.template operator()<RowTile<32, 12>>();
   }

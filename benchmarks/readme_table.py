@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import block_table
-from .grids import EAGER_TARGET, TARGETS, Target
+from .grids import EAGER_TARGET, GRIDS, TARGETS, Target
 from .peers import OURS
 from .report import RESULTS, ROOT, SHORT, best_peer
 
@@ -102,7 +102,8 @@ def _eager_lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def losses(result: dict[str, Any]) -> str:
-    """Every measured shape at which a peer is faster than us by more than its own spread."""
+    """Every measured shape at which a peer is faster than us by more than its own spread, and which
+    shapes of the grids were not measured."""
     lines = []
     for row in result["rows"]:
         for mode in row["modes"]:
@@ -113,13 +114,19 @@ def losses(result: dict[str, Any]) -> str:
             elif peer is not None and peer[1] < ours:
                 us = row["peers"][peer[0]][mode]["us"]
                 lines.append(f"| {problem(row)} | {mode} | {ours:.2f} µs | {us:.2f} µs {peer[0]} |")
-    if not lines:
-        return (
+    if lines:
+        lines = ["| shape | direction | fused_op | faster |", "|---|---|---|---|", *lines]
+    else:
+        lines = [
             f"At none of the {len(result['rows'])} measured shapes is a peer of the same run "
             "faster than fused_op by more than its own spread."
-        )
-    head = ["| shape | direction | fused_op | faster |", "|---|---|---|---|"]
-    return "\n".join(head + lines)
+        ]
+    measured = {problem(row) for row in result["rows"]}
+    cases = dict.fromkeys(problem(vars(case)) for case in GRIDS["all"])
+    missing = [case for case in cases if case not in measured]
+    if missing:
+        lines += ["", f"Not measured in this run: {', '.join(missing)}."]
+    return "\n".join(lines)
 
 
 def _slowest_likely(peer: dict[str, Any], mode: str) -> float | None:

@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
 // row chunks); partials: [row chunks, Norm::kGrads, partial_stride(cols)], or null where one chunk
 // is all rows.
 constexpr int kColumnThreads = 128;
-// Rows whose x and dy a thread loads at once, the first ones before it knows their sums. H200, bf16,
-// us with two, one of them after its sums, and so: 8.6 7.8 at 8x65536, 11.6 9.9 at 16x65536.
+// Rows whose x and dy a thread loads at once, the first ones before it knows their sums. H200,
+// bf16, us with two, one of them after its sums, and so: 8.6 7.8 at 8x65536, 11.6 9.9 at 16x65536.
 template <typename Source>
 constexpr int kRowsAtOnce =
     Source::kFlexible || sizeof(Accumulator<typename Source::Element>) == 8 ? 1 : 4;

@@ -166,6 +166,7 @@ bool is_flat(const NormForwardArgs& args) {
 template <typename Source>
 constexpr int kEagerThreads = kByWords<Source> ? 1536 : 512;
 
+// Whether there is such a tile.
 template <typename Source, typename Access, typename Tile>
 constexpr bool kHasEager = Tile::kLanes == kWarpSize && !Source::kFlexible && !Source::kDrops &&
                            std::is_same_v<Access, VectorAccess>;

@@ -35,17 +35,17 @@ struct SpreadTile : RowTile<32, 1> {
 };
 constexpr int kMaxSpreadThreads = 512;
 
-// The same with 56 registers a thread instead of 64, where more CTAs fit onto a multiprocessor that
-// way: three instead of two of eleven or twelve warps.
+// RowTile<32, kVectors> with 56 registers a thread instead of 64, where more CTAs fit onto a
+// multiprocessor that way: three instead of two of eleven or twelve warps.
 template <int kVectors_>
 struct TightTile : RowTile<32, kVectors_> {
   static constexpr bool kTight = true;
 };
 constexpr int kTightThreads = 576;  // two CTAs of them would have 56 registers each
-constexpr int kTightSmWarps = 2 * kTightThreads / 32;
-constexpr int kSmWarps = 1024 / 32;
+constexpr int kTightSmWarps = 2 * kTightThreads / 32;  // of a multiprocessor
+constexpr int kSmWarps = 1024 / 32;                    // with 64
 
-// Up to eight warps with 40 registers a thread.
+// RowTile<32, 2> for up to eight warps, with 40 registers a thread.
 struct LightTile : RowTile<32, 2> {};
 constexpr int kLightThreads = 256;
 

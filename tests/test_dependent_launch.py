@@ -11,7 +11,8 @@ pytestmark = pytest.mark.skipif("cuda" not in DEVICES, reason="needs a GPU")
 
 # Each takes another kernel, forward and backward: a lane or more a row, a warp, a CTA, few rows and
 # many, a cluster, two kernels.
-SHAPES = [(4096, 3), (4096, 64), (2048, 1024), (100, 1024), (700, 5120), (5, 40_000), (300, 40_000)]
+SHAPES = [(4096, 3), (4096, 64), (2048, 1024), (100, 1024), (3000, 768), (200, 8192), (700, 5120)]
+SHAPES += [(5, 40_000), (300, 40_000)]
 
 
 def calls(shape):

@@ -125,6 +125,8 @@ struct VectorAccess {
   __device__ __forceinline__ static void clip(Col, Packs&...) {}  // they loaded as zero
   template <typename A, typename Col, typename... Packs>
   __device__ __forceinline__ static void clip_to(A, Col, Packs&...) {}  // none lies past the end
+  // (Evicted first, by st.global.cs: 129.1 130.8 us at 16384x8192, 4.3 4.7 at 4096x768, bf16,
+  // H200.)
   template <typename T, int N, typename Col>
   __device__ __forceinline__ static void store(T* row, Col col, Col width, const Pack<T, N>& pack) {
     if (col < width) {

@@ -1,6 +1,6 @@
 """compute-sanitizer over every CUDA kernel: one process for each share of tests/every_kernel.py.
 
-    python -m tests.sanitize_gpu                      # every tool; a quarter of an hour on an H200
+    python -m tests.sanitize_gpu                      # every tool
     python -m tests.sanitize_gpu --tool memcheck --tool initcheck --logs /tmp/logs
 
 One tool after the other, since memcheck of everything takes seconds, but minutes beside racecheck.
@@ -27,8 +27,8 @@ import torch
 GIB = 2**30
 PROCESS_BYTES = 16 * GIB  # of a GPU: 13 under racecheck, most of it the tool's own
 SHOWN_LINES = 60  # of what a failed process printed
-# Tool -> dtype -> processes. memcheck looks at each dtype; the kernels of the others are the same
-# code.
+# Tool -> dtype -> processes. All dtypes are instances of the same templates: the slow tools look at
+# one, memcheck, which takes seconds, at each.
 SHARES = {
     "memcheck": {"bfloat16": 8, "float16": 8, "float32": 4, "float64": 1},
     "initcheck": {"bfloat16": 8},
@@ -74,14 +74,14 @@ def jobs_of(tool: str) -> Iterator[Job]:
             yield Job(tool, dtype, f"{share}/{shares}")
 
 
-def run(job: Job, gpus: queue.Queue[int]) -> Outcome:
+def run(job: Job, gpus: queue.Queue[str]) -> Outcome:
     """Runs one process on the next GPU that has a place."""
     gpu = gpus.get()
     command = ["compute-sanitizer", "--tool", job.tool, "--error-exitcode", "1", sys.executable]
     command += ["-m", "tests.every_kernel", "--dtype", job.dtype, "--share", job.share]
     command += OPTIONS.get(job.tool, ())
     # Each tensor in memory of its own, so that an access past its end is seen.
-    own = {"CUDA_VISIBLE_DEVICES": str(gpu), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    own = {"CUDA_VISIBLE_DEVICES": gpu, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -97,12 +97,14 @@ def run(job: Job, gpus: queue.Queue[int]) -> Outcome:
     return Outcome(job, done.returncode, time.monotonic() - start, done.stdout)
 
 
-def places(processes: int | None) -> list[int]:
-    """A GPU's number for each process that may run at once."""
+def places(processes: int | None) -> list[str]:
+    """For each process that may run at once, its GPU, as CUDA_VISIBLE_DEVICES names it."""
+    count = torch.cuda.device_count()
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     found = []
-    for gpu in range(torch.cuda.device_count()):
+    for gpu, name in zip(range(count), names.split(","), strict=False):  # it may name others too
         memory = torch.cuda.get_device_properties(gpu).total_memory
-        found += [gpu] * (processes or max(1, memory // PROCESS_BYTES))
+        found += [name] * (processes or max(1, memory // PROCESS_BYTES))
     return found
 
 
@@ -112,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, help="on a GPU at once; default: by its memory")
     parser.add_argument("--logs", type=Path, help="a folder for what each process printed")
     options = parser.parse_args(argv)
-    gpus: queue.Queue[int] = queue.Queue()
+    gpus: queue.Queue[str] = queue.Queue()
     for gpu in places(options.processes):
         gpus.put(gpu)
     if gpus.empty():

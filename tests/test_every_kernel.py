@@ -5,6 +5,7 @@ would fail on the day that it is needed, or find no fault there because it launc
 """
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,13 +49,13 @@ def sanitizer(tmp_path, monkeypatch):
     program = tmp_path / "compute-sanitizer"
     program.write_text(
         f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES $PYTORCH_NO_CUDA_MEMORY_CACHING $*" >> {log}\n'
-        'case "$*" in *"$BAD"*) echo invalid read; exit 1;; esac\n'
+        'case "$*" in *"$BAD"*) echo invalid read; exit "$STATUS";; esac\n'
         "echo bf16-bf16: 5 calls; echo bf16-f32: 10 calls; echo == ERROR SUMMARY: 0 errors\n"
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("BAD", "nothing of the kind")
-    monkeypatch.setattr(sanitize_gpu, "places", lambda _: [0, 0, 1])
+    monkeypatch.setattr(sanitize_gpu, "places", lambda _: ["0", "0", "1"])
     return lambda: log.read_text().splitlines()
 
 
@@ -76,10 +77,25 @@ def test_sanitize_gpu(sanitizer, capsys, tmp_path):
     assert "racecheck: 160 calls in 16 processes, 0 failed" in capsys.readouterr().out
 
 
-def test_sanitize_gpu_tells_a_failure(sanitizer, capsys, monkeypatch):
+@pytest.mark.parametrize("status", [0, 1])
+def test_sanitize_gpu_tells_a_failure(sanitizer, capsys, monkeypatch, status):
     """Catches a fault, or a process that made no call, that is lost among the others."""
     monkeypatch.setenv("BAD", "--share 3/8")
+    monkeypatch.setenv("STATUS", str(status))
     assert sanitize_gpu.main(["--tool", "initcheck"]) == 1
     printed = capsys.readouterr().out
-    assert "initcheck bfloat16 3/8: status 1; 0 calls" in printed and "invalid read" in printed
+    assert (
+        f"initcheck bfloat16 3/8: status {status}; 0 calls" in printed and "invalid read" in printed
+    )
     assert "initcheck: 70 calls in 8 processes, 1 failed" in printed
+
+
+def test_sanitize_gpu_uses_the_visible_gpus(monkeypatch):
+    """Catches a process on a GPU that its user had left to others."""
+    memory = SimpleNamespace(total_memory=2 * sanitize_gpu.PROCESS_BYTES)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert sanitize_gpu.places(None) == ["0", "0", "1", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert sanitize_gpu.places(1) == ["3", "5"]

@@ -105,6 +105,7 @@ __global__ void __launch_bounds__(BackwardLayout<W, Source, Access, Tile>::kThre
   const std::int64_t first_row = cta_row + team;
   const A inverse_cols = reciprocal(static_cast<A>(width));
 
+  // Not with dropout, which has no register to spare for it.
   if constexpr (!Source::kFlexible && !Source::kSplit && !Source::kDrops) {
     const int col = warp_col + lane * N;
     if (first_row < args.rows) {

@@ -42,8 +42,9 @@ struct TightTile : RowTile<32, kVectors_> {
   static constexpr bool kTight = true;
 };
 constexpr int kTightThreads = 576;  // two CTAs of them would have 56 registers each
-constexpr int kTightSmWarps = 2 * kTightThreads / 32;  // of a multiprocessor
-constexpr int kSmWarps = 1024 / 32;                    // with 64
+// Warps of a multiprocessor with 56 registers a thread, and with 64.
+constexpr int kTightSmWarps = 2 * kTightThreads / 32;
+constexpr int kSmWarps = 1024 / 32;
 
 // RowTile<32, 2> for up to eight warps, with 40 registers a thread.
 struct LightTile : RowTile<32, 2> {};

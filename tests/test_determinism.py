@@ -14,8 +14,9 @@ INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 WIDTHS = [("cpu", cols) for cols in (1, 3, 31, 64, 255, 1000, 1023, 4096, 5120)]
 if "cuda" in DEVICES:
     WIDTHS += [("cuda", cols) for _, cols in WIDTHS]
-    more = (2, 4, 5, 6, 7, 8, 16, 24, 40, 300, 768, 1022, 1536, 2050, 2560, 4095, 4098, 6144, 7168)
-    more += (8192, 10240, 12288, 16384, 20480, 65536, 131072, 262144)
+    more = (2, 4, 5, 6, 7, 8, 16, 24, 40, 127, 130, 300, 387, 641, 768, 1022, 1536, 1537, 2049)
+    more += (2050, 2560, 4095, 4098, 5121, 6144, 7168, 8192, 10240, 12288, 16384, 20480)
+    more += (65536, 131072, 262144)
     WIDTHS += [("cuda", cols) for cols in more]
 
 
@@ -56,7 +57,8 @@ def test_a_row_does_not_depend_on_its_batch(op, device, cols) -> None:
     """Catches a tiling, and so an order of addition, that follows the number of rows or the place
     of a row among them."""
     # On a GPU so many rows that fewer are cut up in another way.
-    many = 37 if device == "cpu" else 2500 if cols <= 2560 else 700 if cols <= 16384 else 200
+    limits = ((9000, 256), (2500, 2560), (700, 16384))
+    many = 37 if device == "cpu" else next((m for m, most in limits if cols <= most), 200)
     for pair in PAIRS:
         case = make_case(op, (many, cols), pair, device)
         whole = rowwise(case.run())

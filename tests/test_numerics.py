@@ -13,7 +13,7 @@ from tests.ops import BF16, F16, F32, F64, OPS, PAIRS, TOLERANCE, Op, Pair, cond
 
 SHORT = [pair for pair in PAIRS if pair.rows in (F16, BF16)]
 # A sum over some of them is not exact, nor is 1 / cols; the last is longer than a CTA's registers.
-WIDTHS = [4, 7, 31, 1000, 1022, 1023, 4096, 12288, 40_000]
+WIDTHS = [4, 7, 31, 255, 1000, 1022, 1023, 2049, 4096, 12288, 40_000]
 
 
 @pytest.mark.parametrize("pair", SHORT, ids=str)
@@ -109,7 +109,7 @@ def test_one_column_is_bias(op, device, pair) -> None:
     assert torch.equal(results["grad_input"], through_the_sum), f"{case}"
 
 
-@pytest.mark.parametrize("cols", [64, 1000, 4095, 40_000])
+@pytest.mark.parametrize("cols", [64, 255, 1000, 4095, 40_000])
 def test_huge_and_tiny_rows(op, device, cols) -> None:
     """Catches squares that overflow (or vanish) though the result is an ordinary number."""
     sizes = {F32: [1e30, 3e38, 1e19, 1e-19, 1e-30], BF16: [3e38, 1e30], F16: [6e4], F64: [1e100]}
@@ -141,7 +141,7 @@ def test_bad_values_stay_in_their_row(op, device, bad) -> None:
     """Catches reductions that mix rows, and a rescue of overflowing rows that touches others: the
     rows without a bad value keep every bit, and the row with it does not hide it."""
     for pair in PAIRS:
-        for shape in [(9, 33), (6, 4096)]:
+        for shape in [(9, 33), (9, 255), (6, 4096)]:
             case = make_case(op, shape, pair, device, note=f"{bad} in row 3")
             clean = case.run()
             for place in ("input", "dy"):

@@ -1,8 +1,8 @@
 // The forward kernels. A row is read once and kept in registers, packed as it came; its moments are
 // taken in two passes over the registers; then it is normalised, scaled and stored.
 // norm_forward_kernel holds a row in the registers of one CTA. Shorter rows are in
-// forward_flat.cuh and forward_short.cuh, longer ones in forward_long.cuh. Included by launch_*.cu
-// only; torch-free.
+// forward_flat.cuh and forward_short.cuh, odd ones in forward_words.cuh, longer ones in
+// forward_long.cuh. Included by launch_*.cu only; torch-free.
 #pragma once
 
 #include <type_traits>
@@ -212,14 +212,15 @@ __device__ __forceinline__ void write_row(const NormForwardArgs& args,
   }
 }
 
-// Where a thread of norm_forward_kernel stands.
+// Where a thread stands.
 struct RowPlace {
   std::int64_t row;
-  int live_width;  // 0 in threads past the last row: they shuffle along and store nothing
+  int live_width;  // end, or 0 in threads past the last row: they shuffle along and store nothing
   int lane;
   int part;  // of the `parts` that the row's moments are merged of
   int parts;
   int first_col;
+  int end;  // of the columns that the lanes may have
 };
 
 // For a warp in which a row's moments are not trusted(): takes those rows again from memory, one
@@ -231,8 +232,8 @@ __device__ __forceinline__ void take_untrusted(const NormForwardArgs& args, cons
   constexpr int N = Source::kElements;
   constexpr int kLanes = Tile::kLanes;
   const Source source(args, place.row);
-  const int width = static_cast<int>(args.cols);
-  const A cols = static_cast<A>(width);
+  const int width = place.end;
+  const A cols = static_cast<A>(args.cols);
   const auto col_of = [&](int i) { return place.first_col + i * kLanes * N; };
   const bool trust = trusted(moments, cols);
   A scale = 1;
@@ -341,11 +342,11 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   }
   source.template finish<Access, kLanes>(fetched, packs, first_col, live_width);
 
-  // By words: as many as fill 16 bytes. H200, with four words ahead and with eight, share of
-  // 4.2 TB/s: 0.80 0.78 at 16384x8196, bf16, 0.97 0.95 at 32776x4095, fp32; with four, eight and
-  // all, us: 3.35 2.65 2.03 at 64x1023, fp32, which is an EagerTile.
+  // By pairs: as many as fill 16 bytes. H200, with four words ahead and with eight, share of
+  // 4.2 TB/s: 0.80 0.78 at 16384x8196, bf16; with four, eight and all, us: 3.35 2.65 2.03 at
+  // 64x1023, fp32, which was an EagerTile.
   constexpr int kAhead = Tile::kEager                   ? kVectors
-                         : kByWords<Source>             ? kVector<T> / N
+                         : kByPairs<Source>             ? kVector<T> / N
                          : kVectors < 3 || Tile::kTight ? 1
                                                         : 2;
   Affine<W, Norm, N> affine[kAhead];
@@ -393,7 +394,7 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
     // Spread warps but the leading one do the work along with it, and store nothing.
     using Whole = RowTile<kLanes, kVectors * Tile::kSpread>;
     const int part_col = first_col - warp % Tile::kSpread * kWarpCols;
-    const RowPlace place{row, leads ? live_width : 0, lane, part, parts_of_row, part_col};
+    const RowPlace place{row, leads ? live_width : 0, lane, part, parts_of_row, part_col, width};
     finish_untrusted<W, Norm, Source, Access, Whole>(args, place, moments, exchange);
     return;
   }

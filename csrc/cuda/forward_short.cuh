@@ -65,7 +65,7 @@ __device__ __noinline__ void finish_untrusted_short_row(const NormForwardArgs& a
   }
   const Moments<A> moments = group_moments<Norm, VectorAccess, kLanes>(
       packs, width - lane * N, static_cast<A>(width), A(1), false);
-  const RowPlace place{row, is_live ? width : 0, lane, 0, 1, lane * N};
+  const RowPlace place{row, is_live ? width : 0, lane, 0, 1, lane * N, width};
   take_untrusted<W, Norm, Plain<T>, VectorAccess, Tile>(args, place, moments, CtaExchange<A>{});
 }
 

@@ -9,6 +9,7 @@
 //   forward.cuh          norm_forward_kernel
 //   forward_flat.cuh     rows no longer than a vector
 //   forward_short.cuh    rows of a few vectors
+//   forward_words.cuh    rows that are no whole number of vectors
 //   cluster_exchange.cuh how the CTAs of a cluster share sums
 //   forward_long.cuh     rows of any length
 //   forward_parts.cuh    many long rows, in registers
@@ -36,4 +37,5 @@
 #include "cuda/forward_parts.cuh"
 #include "cuda/forward_pipelined.cuh"
 #include "cuda/forward_short.cuh"
+#include "cuda/forward_words.cuh"
 #include "cuda/sum_partials.cuh"

@@ -162,21 +162,32 @@ bool is_flat(const NormForwardArgs& args) {
 // Threads a multiprocessor, of all rows, up to which these are few (EagerTile). H200, bf16, us
 // taken as many and as few: 2.91 1.77 at 1x8192, 3.66 2.45 at 256x4096, 4.36 3.72 at
 // 512x4096, 3.44 3.35 at 2000x1024, 485 threads, but 4.34 5.14 at 4096x768, 993 threads; by
-// words 3.51 2.61 at 300x2050, 218 threads, and above 512 not measured.
+// pairs 3.51 2.61 at 300x2050, 218 threads, and above 512 not measured.
 template <typename Source>
-constexpr int kEagerThreads = kByWords<Source> ? 1536 : 512;
+constexpr int kEagerThreads =
+    std::is_same_v<Source, PairRows<typename Source::Element>> ? 1536 : 512;
 
 // Whether there is such a tile.
 template <typename Source, typename Access, typename Tile>
 constexpr bool kHasEager = Tile::kLanes == kWarpSize && !Source::kFlexible && !Source::kDrops &&
                            std::is_same_v<Access, VectorAccess>;
 
-// Whether rows are taken by words of 4 bytes, wherever they begin.
+// Whether rows are no whole number of vectors, and taken by words of 4 bytes or by pairs of
+// elements, wherever they begin. (Not fp32 of 193 to 256 columns, whose vectors, shifted, fill the
+// lanes: H200, us by words and so, 143 136, 140 131 at 263172x255, LayerNorm and RMSNorm.)
 template <typename T>
-bool in_words(const NormForwardArgs& args) {
+bool is_uneven(const NormForwardArgs& args) {
   const std::int64_t bytes = args.cols * sizeof(T);
-  return sizeof(T) <= 4 && args.residual.data == nullptr && bytes % kVectorBytes != 0 &&
-         bytes % 4 == 0 && bytes > kMinWords * 4 && bytes <= kMaxForwardVectors * kVectorBytes;
+  const bool shifts = sizeof(T) == 4 && args.cols > 192 && args.cols <= 256;
+  return sizeof(T) <= 4 && args.residual.data == nullptr && bytes % kVectorBytes != 0 && !shifts &&
+         bytes > kMinWords * 4 && bytes <= kMaxForwardVectors * kVectorBytes;
+}
+// H200, bf16, us by words and by pairs, LayerNorm and RMSNorm: 158 160, 133 130 at 65472x2050, 158
+// 159, 133 132 at 16384x8196; 1.9 1.5, 1.6 1.3 at 64x2050. By words and by shifted vectors: 142
+// 169, 131 139 at 32776x4095; 143 165, 132 139 at 131200x1023; 50 81, 43 64 at 262144x130.
+template <typename T>
+bool by_pairs(const NormForwardArgs& args) {
+  return args.cols % 2 == 0 && args.cols * sizeof(T) > kMinPairWords * 4;
 }
 
 template <typename T, typename Function>
@@ -200,7 +211,7 @@ void launch_rows(const NormForwardArgs& args, const Queue& queue) {
   const std::int64_t vectors = ceil_div(args.cols, Source::kElements);
   const auto launch_tile = [&]<typename Tile>() {
     const int row_threads = Tile::kLanes * row_warps<Tile>(vectors);
-    if constexpr (Tile::kLanes == kWarpSize && !Source::kFlexible && !kByWords<Source>) {
+    if constexpr (Tile::kLanes == kWarpSize && !Source::kFlexible && !kByPairs<Source>) {
       if (in_spread<Tile>(args, vectors, queue.device)) {
         queue.launch(norm_forward_kernel<W, Norm, Source, Access, SpreadTile<Tile::kVectors>>,
                      {static_cast<unsigned>(args.rows), row_threads * Tile::kVectors}, args);
@@ -233,8 +244,8 @@ void launch_rows(const NormForwardArgs& args, const Queue& queue) {
   constexpr bool kShort = Source::kSplit && !Source::kFlexible;  // at most kMaxSplitBytes
   if constexpr (kShort) {
     with_short_forward_tile(vectors, launch_tile);
-  } else if constexpr (kByWords<Source>) {
-    with_word_tile<Source>(vectors, launch_tile);
+  } else if constexpr (kByPairs<Source>) {
+    with_pair_tile<Source>(vectors, launch_tile);
   } else if (vectors > (Source::kFlexible ? kMaxFlexibleVectors : kMaxForwardVectors)) {
     if (!launch_parts<W, Norm, Source, Access>(args, vectors, queue) &&
         !launch_pipelined<W, Norm, Source, Access>(args, vectors, queue)) {
@@ -246,6 +257,28 @@ void launch_rows(const NormForwardArgs& args, const Queue& queue) {
     using Bounds = ForwardBounds<W, Source, Access, RowTile<kWarpSize, 4>>;
     with_forward_tile<Bounds, Norm>(vectors, launch_tile);
   }
+}
+
+// Rows by words.
+template <typename W, typename Norm, typename T>
+void launch_words(const NormForwardArgs& args, const Queue& queue) {
+  const std::int64_t words = ceil_div(args.cols * sizeof(T), 4);
+  const std::int64_t parts = ceil_div(words, kPartWords);
+  with_word_tile(words, [&]<typename Tile>() {
+    const int row_threads = Tile::kLanes * static_cast<int>(parts);
+    const int threads = row_threads <= kWarpSize ? kWordThreads<Tile> : row_threads;
+    const auto launch = [&](auto kernel) {
+      queue.launch(kernel,
+                   {static_cast<unsigned>(ceil_div(args.rows, threads / row_threads)), threads},
+                   args, static_cast<int>(words / parts), static_cast<int>(words % parts));
+    };
+    if (args.rows * row_threads <=
+        std::int64_t{queue.device.multiprocessors} * kEagerThreads<WordRows<T>>) {
+      launch(norm_forward_words_kernel<W, Norm, T, EagerTile<Tile>>);
+    } else {
+      launch(norm_forward_words_kernel<W, Norm, T, Tile>);
+    }
+  });
 }
 
 template <typename T, typename W>
@@ -266,26 +299,14 @@ cudaError_t launch_forward(const NormForwardArgs& args, cudaStream_t stream) {
         queue.launch(norm_forward_flat_kernel<W, Norm, T, kCols>,
                      {static_cast<unsigned>(ctas), kFlatThreads}, args);
       });
-    } else if (in_words<T>(args)) {
-      const auto launch_pairs = [&]<typename Source>() {  // of elements
-        const bool whole =
-            reinterpret_cast<std::uintptr_t>(args.input.data) % (2 * sizeof(T)) == 0 &&
-            args.input.stride % 2 == 0;
-        if (whole) {
-          launch_rows<W, Norm, Source, VectorAccess>(args, queue);
+    } else if (is_uneven<T>(args)) {
+      if constexpr (sizeof(T) <= 4) {
+        if (!by_pairs<T>(args)) {
+          launch_words<W, Norm, T>(args, queue);
+        } else if (rows_aligned<2 * sizeof(T), T>(args.cols, {args.input})) {
+          launch_rows<W, Norm, PairRows<T>, VectorAccess>(args, queue);
         } else {
-          launch_rows<W, Norm, Source, HalvesAccess>(args, queue);
-        }
-      };
-      if constexpr (sizeof(T) == 2) {
-        launch_pairs.template operator()<WordRows<T>>();
-      } else if constexpr (sizeof(T) == 4) {
-        // H200, us by words and by pairs of them, LayerNorm and RMSNorm: 276 257, 260 261 at
-        // 65472x2050, 269 263, 262 263 at 32768x4098.
-        if (args.cols % 2 == 0) {
-          launch_pairs.template operator()<WordRows<T, 8>>();
-        } else {
-          launch_rows<W, Norm, WordRows<T>, VectorAccess>(args, queue);
+          launch_rows<W, Norm, PairRows<T>, HalvesAccess>(args, queue);
         }
       }
     } else {

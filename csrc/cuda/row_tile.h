@@ -160,23 +160,46 @@ auto with_forward_tile(std::int64_t vectors, Function&& function) {
   return function.template operator()<RowTile<32, 4>>();
 }
 
-// Forward by words of 4 bytes, of rows of more than kMinWords, or by pairs of them. Twelve of a
-// lane where they make do with as many warps; fewer idle lanes alone, in more warps, gained
-// LayerNorm 2 % at 16384x8196 (bf16), and cost RMSNorm 6 %.
-constexpr std::int64_t kMinWords = 256;
-template <typename Source, typename Function>
+// Forward by words of 4 bytes: a lane has kWords of them, and has all but the last kMaybeWords for
+// sure, so that these alone are compared with the row's end. Longer rows are of several parts of a
+// warp each, which differ in length by one word at most.
+template <int kLanes_, int kWords_>
+struct WordTile : RowTile<kLanes_, kWords_> {
+  static constexpr int kWords = kWords_;
+};
+constexpr int kMaybeWords = 4;
+constexpr std::int64_t kMinWords = 32;  // of a row, are too few
+constexpr std::int64_t kPartWords = 32 * 16;
+template <typename Function>
 auto with_word_tile(std::int64_t words, Function&& function) {
-  if constexpr (sizeof(Pack<typename Source::Element, Source::kElements>) == 8) {
+  if (words <= 64) return function.template operator()<WordTile<8, 8>>();
+  if (words <= 96) return function.template operator()<WordTile<8, 12>>();
+  if (words <= 128) return function.template operator()<WordTile<8, 16>>();
+  if (words <= 192) return function.template operator()<WordTile<16, 12>>();
+  if (words <= 256) return function.template operator()<WordTile<16, 16>>();
+  const std::int64_t parts = (words + kPartWords - 1) / kPartWords;
+  if (words <= parts * 32 * 12) return function.template operator()<WordTile<32, 12>>();
+  return function.template operator()<WordTile<32, 16>>();
+}
+
+// Forward of an even number of columns by pairs of elements, in rows of more than kMinPairWords.
+// Twelve of 16 bits a lane where they make do with as many warps; fewer idle lanes alone, in more
+// warps, gained LayerNorm 2 % at 16384x8196 (bf16), and cost RMSNorm 6 %.
+constexpr std::int64_t kMinPairWords = 256;
+template <typename Source, typename Function>
+auto with_pair_tile(std::int64_t pairs, Function&& function) {
+  if constexpr (sizeof(typename Source::Element) == 4) {
     // Seven or eight, likewise.
-    if (row_warps<RowTile<32, 7>>(words) == row_warps<RowTile<32, 8>>(words)) {
+    if (row_warps<RowTile<32, 7>>(pairs) == row_warps<RowTile<32, 8>>(pairs)) {
       return function.template operator()<RowTile<32, 7>>();
     }
     return function.template operator()<RowTile<32, 8>>();
+  } else {
+    if (row_warps<RowTile<32, 12>>(pairs) == row_warps<RowTile<32, 16>>(pairs)) {
+      return function.template operator()<RowTile<32, 12>>();
+    }
+    return function.template operator()<RowTile<32, 16>>();
   }
-  if (row_warps<RowTile<32, 12>>(words) == row_warps<RowTile<32, 16>>(words)) {
-    return function.template operator()<RowTile<32, 12>>();
-  }
-  return function.template operator()<RowTile<32, 16>>();
 }
 
 // Forward and backward of the flexible kernels, by packs of their own length.

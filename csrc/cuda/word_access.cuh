@@ -4,9 +4,8 @@
 // that begin in the middle of a word: those halves are put together. The element -> lane map is
 // that of the row, never of its address. H200, bf16, share of the limit with ShiftedAccess and so:
 // LayerNorm 0.56 0.73 at 263172x255, 0.74 0.79 at 131200x1023, 0.60 0.75 at 65472x2050, 0.67 0.75
-// at 32776x4095; RMSNorm 0.76 0.78, 0.61 0.87 at the second and third. (Not in forward, where
-// weight and bias, which it loads for every row, would come by words too: LayerNorm 166 172 us at
-// 131200x1023, RMSNorm 137 us with both.) Device code only; torch-free.
+// at 32776x4095; RMSNorm 0.76 0.78, 0.61 0.87 at the second and third. (Forward has a kernel for
+// them: forward_words.cuh.) Device code only; torch-free.
 #pragma once
 
 #include <type_traits>

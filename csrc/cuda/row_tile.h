@@ -96,6 +96,7 @@ struct ForwardBounds {
   static constexpr int kThreadsPerSm = kElement == 8 || (kShifted && kManyLoads) ? 512
                                        : kShifted || kManyLoads                  ? 768
                                                                                  : 1024;
+  static constexpr bool kHasLight = kElement < 8 && !kManyLoads;
   static constexpr bool kLight = std::is_same_v<Tile, LightTile>;
   static constexpr int kThreads = Tile::kEager      ? kMaxSpreadThreads
                                   : Tile::kTight    ? kTightThreads
@@ -149,11 +150,14 @@ auto with_forward_tile(std::int64_t vectors, Function&& function) {
       }
       return function.template operator()<TightTile<4>>();
     }
-    // RMSNorm does with 40 registers for two vectors: more threads. H200, us with four and with
-    // two: 130.7 128.4 at 32768x4096, 127.6 127.0 at 65536x2048, bf16, 260.7 256.7 at 65536x2048,
-    // fp32; but 130.4 134.6 at 16384x8192.
-    if constexpr (!Norm::kCentered) {
-      if (fills && (warps == 2 || warps == 4)) return function.template operator()<LightTile>();
+  }
+  // RMSNorm does with 40 registers for two vectors: more threads. H200, us with four and with two:
+  // 130.7 128.4 at 32768x4096, 127.6 127.0 at 65536x2048, bf16, 260.7 256.7 at 65536x2048, fp32;
+  // but 130.4 134.6 at 16384x8192. At any address, for the bits.
+  if constexpr (!Norm::kCentered && Bounds::kHasLight) {
+    if (fills && (warps == 2 || warps == 4)) {
+      using Tile = std::conditional_t<Bounds::kShifted, RowTile<32, 2>, LightTile>;
+      return function.template operator()<Tile>();
     }
   }
   if (three) return function.template operator()<RowTile<32, 3>>();

@@ -2,8 +2,9 @@
 
 As `readme_table` does for README.md, from the newest GPU result if no FILE is given: all shapes
 into docs/performance.md, and into docs/add_your_own_op.md what the compiler does as well or
-better. What the examples printed goes to examples/README.md, where there is a result of
-`benchmarks.examples`. `--check` fails if a page had another text.
+better. What the profiler saw goes to docs/performance.md too, and what the examples printed to
+examples/README.md, where there is a result of `benchmarks.profile` or `benchmarks.examples`.
+`--check` fails if a page had another text.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import profile
 from .peers import OURS
 from .readme_table import newest, newest_in, origin, problem, replace_between
 from .report import RESULTS, ROOT, best_peer
 
 COMPILER = "torch.compile"
 EXAMPLES = RESULTS / "examples"
+PROFILES = RESULTS / "profile"
 _SHOWN = 8  # of the calls at which the compiler wins
 
 
@@ -124,6 +127,16 @@ def write_examples(page: Path = ROOT / "examples/README.md", folder: Path = EXAM
     return replace_between(page, "examples", "\n\n".join([source, *blocks]))
 
 
+def write_profile(page: Path = ROOT / "docs/performance.md", folder: Path = PROFILES) -> bool:
+    """Write what the profiler saw; whether the page had another text."""
+    path = newest_in(folder)
+    if path is None:
+        return False
+    result = json.loads(path.read_text())
+    source = origin(result, path.resolve()).replace("](", "](../")
+    return replace_between(page, "profile", f"{source}\n\n{profile.table(result['rows'])}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.docs_table", description=__doc__)
     parser.add_argument("file", nargs="?", type=Path, help="default: the newest result")
@@ -131,6 +144,7 @@ def main() -> None:
     options = parser.parse_args()
     path = (options.file or newest()).resolve()
     changed = write(json.loads(path.read_text()), path)
+    changed = write_profile() or changed
     if (write_examples() or changed) and options.check:
         sys.exit("docs/ did not show the figures of the result file; it does now")
 

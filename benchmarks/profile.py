@@ -72,7 +72,7 @@ def run_shapes() -> None:
         weight = torch.ones(cols, **like, requires_grad=backward)
         bias = torch.zeros(cols, **like, requires_grad=backward)
         x.requires_grad_(backward)
-        norm = (x, cols, weight, bias) if op == "layer_norm" else (x, cols, weight)
+        norm = (x, weight, bias) if op == "layer_norm" else (x, weight)
         y = (fused_layer_norm if op == "layer_norm" else fused_rms_norm)(*norm)
         if backward:
             y.backward(dy)

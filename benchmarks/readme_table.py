@@ -147,10 +147,11 @@ def origin(result: dict[str, Any], path: Path) -> str:
         if version and name not in (OURS, "PyTorch", "torch.compile")
     )
     commit = (at["commit"] or "unknown")[:12]
+    note = f"; {at['note']}" if "note" in at else ""  # by hand, in the file
     return (
         f"{at['device']}, driver {at['driver']}, torch {at['torch']}, CUDA {at['cuda']}, nvcc "
-        f"{at['nvcc']}{', ' + peers if peers else ''}; commit {commit}, {at['date'][:10]}; all "
-        f"figures in [`{path.name}`]({os.path.relpath(path, ROOT)})."
+        f"{at['nvcc']}{', ' + peers if peers else ''}; commit {commit}, {at['date'][:10]}{note}; "
+        f"all figures in [`{path.name}`]({os.path.relpath(path, ROOT)})."
     )
 
 

@@ -6,8 +6,9 @@
 // What bounded these rows was the number of instructions (Nsight Compute: schedulers 76 % busy, and
 // three of four warps that could go on waiting for their turn): hence a row's parts are as long as
 // each other, which leaves few words to compare with its end, and all others are loaded, summed and
-// stored without a condition. H200, bf16, LayerNorm, by shifted vectors and so: 126 and 93 million
-// instructions of a warp, 165 and 145 us at 131200x1023.
+// stored without a condition. H200, bf16, LayerNorm, by shifted vectors and so: 126 and 97 million
+// instructions of a warp, 165 and 143 us at 131200x1023. (Two rows a thread, which share weight and
+// bias, took as many registers as two threads, and 155 us.)
 //
 // Included by launch_*.cu only; torch-free.
 #pragma once

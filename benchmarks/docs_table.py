@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,25 +116,29 @@ def write(result: dict[str, Any], path: Path, docs: Path = ROOT / "docs") -> boo
     return any(changed)
 
 
-def write_examples(page: Path = ROOT / "examples/README.md", folder: Path = EXAMPLES) -> bool:
-    """Write what the examples printed; whether the page had another text."""
+def write_newest(page: Path, name: str, folder: Path, text_of: Callable[[Any], str]) -> bool:
+    """Write the folder's newest result between the markers; whether the page had another text."""
     path = newest_in(folder)
     if path is None:
         return False
     result = json.loads(path.read_text())
     source = origin(result, path.resolve()).replace("](", "](../")
-    blocks = [f"`{name}`:\n\n```text\n{text}\n```" for name, text in result["printed"].items()]
-    return replace_between(page, "examples", "\n\n".join([source, *blocks]))
+    return replace_between(page, name, f"{source}\n\n{text_of(result)}")
+
+
+def write_examples(page: Path = ROOT / "examples/README.md", folder: Path = EXAMPLES) -> bool:
+    """Write what the examples printed; whether the page had another text."""
+
+    def text_of(result: dict[str, Any]) -> str:
+        printed = result["printed"].items()
+        return "\n\n".join(f"`{name}`:\n\n```text\n{text}\n```" for name, text in printed)
+
+    return write_newest(page, "examples", folder, text_of)
 
 
 def write_profile(page: Path = ROOT / "docs/performance.md", folder: Path = PROFILES) -> bool:
     """Write what the profiler saw; whether the page had another text."""
-    path = newest_in(folder)
-    if path is None:
-        return False
-    result = json.loads(path.read_text())
-    source = origin(result, path.resolve()).replace("](", "](../")
-    return replace_between(page, "profile", f"{source}\n\n{profile.table(result['rows'])}")
+    return write_newest(page, "profile", folder, lambda result: profile.table(result["rows"]))
 
 
 def main() -> None:

@@ -263,7 +263,7 @@ void launch_rows(const NormForwardArgs& args, const Queue& queue) {
 template <typename W, typename Norm, typename T>
 void launch_words(const NormForwardArgs& args, const Queue& queue) {
   const std::int64_t words = ceil_div(args.cols * sizeof(T), 4);
-  const std::int64_t parts = ceil_div(words, kPartWords);
+  const std::int64_t parts = word_parts(words);
   with_word_tile(words, [&]<typename Tile>() {
     const int row_threads = Tile::kLanes * static_cast<int>(parts);
     const int threads = row_threads <= kWarpSize ? kWordThreads<Tile> : row_threads;

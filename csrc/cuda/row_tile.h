@@ -174,17 +174,35 @@ struct WordTile : RowTile<kLanes_, kWords_> {
 constexpr int kMaybeWords = 4;
 constexpr std::int64_t kMinWords = 32;  // of a row, are too few
 constexpr std::int64_t kPartWords = 32 * 16;
+constexpr std::int64_t word_parts(std::int64_t words) {
+  return (words + kPartWords - 1) / kPartWords;
+}
 template <typename Function>
-auto with_word_tile(std::int64_t words, Function&& function) {
+constexpr auto with_word_tile(std::int64_t words, Function&& function) {
   if (words <= 64) return function.template operator()<WordTile<8, 8>>();
   if (words <= 96) return function.template operator()<WordTile<8, 12>>();
   if (words <= 128) return function.template operator()<WordTile<8, 16>>();
   if (words <= 192) return function.template operator()<WordTile<16, 12>>();
   if (words <= 256) return function.template operator()<WordTile<16, 16>>();
-  const std::int64_t parts = (words + kPartWords - 1) / kPartWords;
-  if (words <= parts * 32 * 12) return function.template operator()<WordTile<32, 12>>();
+  if (words <= word_parts(words) * 32 * 12) return function.template operator()<WordTile<32, 12>>();
   return function.template operator()<WordTile<32, 16>>();
 }
+// Whether lanes have what they are sure of, and no word too many: of rows of an odd number of
+// 16-bit elements, half of the last part's last word is missing.
+constexpr bool word_tiles_hold() {
+  for (std::int64_t words = kMinWords + 1; words <= kMaxForwardVectors * 4; ++words) {
+    const std::int64_t parts = word_parts(words);
+    const std::int64_t least = words / parts;
+    const std::int64_t last = least + (words % parts != 0 ? 1 : 0);
+    const bool holds = with_word_tile(words, [&]<typename Tile>() {
+      constexpr int kSure = Tile::kLanes * (Tile::kWords - kMaybeWords);
+      return least >= kSure && last - 1 >= kSure && last <= Tile::kLanes * Tile::kWords;
+    });
+    if (!holds) return false;
+  }
+  return true;
+}
+static_assert(word_tiles_hold());
 
 // Forward of an even number of columns by pairs of elements, in rows of more than kMinPairWords.
 // Twelve of 16 bits a lane where they make do with as many warps; fewer idle lanes alone, in more

@@ -4,8 +4,8 @@
     python -m benchmarks.profile --table profile.json
 
 Runs every shape once under Nsight Compute (ncu), with the clocks and caches as they are, and keeps
-a line a kernel. A kernel takes longer there than in a benchmark: the times are for comparing with
-each other alone.
+a line a kernel, but for the sum of partial gradients at the end of backward. A kernel takes longer
+there than in a benchmark: the times are for comparing with each other alone.
 """
 
 from __future__ import annotations
@@ -82,7 +82,11 @@ def run_shapes() -> None:
 
 
 def kernels(log: str, shapes: list[list[str]]) -> list[dict[str, Any]]:
-    """A row for each kernel that ncu saw; a forward in front of a backward is left out."""
+    """A row for each kernel that ncu saw; a forward in front of a backward is left out.
+
+    Raises:
+        ValueError: the log has more or fewer forwards than there are shapes.
+    """
     lines = list(csv.reader(line for line in log.splitlines() if line.startswith('"')))
     head, _, *lines = lines
     found: list[dict[str, Any]] = []
@@ -92,12 +96,16 @@ def kernels(log: str, shapes: list[list[str]]) -> list[dict[str, Any]]:
         name = re.sub(r"fused_op::|cuda::|^void |\(.*", "", values["Kernel Name"])
         forward = name.startswith("norm_forward")
         at += forward  # each shape begins with one
+        if not 0 <= at < len(shapes):
+            raise ValueError(f"{name} belongs to none of {len(shapes)} shapes")
         op, dtype, rows, cols, mode = shapes[at]
         if forward and mode == "backward":
             continue
         row: dict[str, Any] = {"op": op, "dtype": dtype, "rows": int(rows), "cols": int(cols)}
         row |= {"mode": mode, "kernel": name}
         found.append(row | {k: float(values[m].replace(",", "")) for m, k in METRICS.items()})
+    if at + 1 != len(shapes):
+        raise ValueError(f"{at + 1} forwards for {len(shapes)} shapes")
     return found
 
 

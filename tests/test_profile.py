@@ -3,6 +3,8 @@
 import csv
 import io
 
+import pytest
+
 from benchmarks import profile
 
 NAME = "void fused_op::cuda::norm_{}_kernel<float, fused_op::LayerNorm>(fused_op::NormForwardArgs)"
@@ -54,3 +56,12 @@ def test_table() -> None:
     text = profile.table([row])
     assert "| rms_norm forward float32 4x8 | norm_forward | 2.00 | 2.5 |" in text
     assert "| a barrier 3.2, " in text
+
+
+def test_a_missing_kernel_is_no_shift() -> None:
+    """Catches figures that slide to another shape when a kernel was not profiled."""
+    shapes = [["layer_norm", "bfloat16", "8", "16", "forward"]] * 2
+    with pytest.raises(ValueError, match="1 forwards for 2 shapes"):
+        profile.kernels(log_of(("forward", {})), shapes)
+    with pytest.raises(ValueError, match="belongs to none of 2 shapes"):
+        profile.kernels(log_of(*[("forward", {})] * 3), shapes)

@@ -4,7 +4,7 @@
 // lanes each. The element -> lane map is that of the row, never of its address.
 //
 // What bounded these rows was the number of instructions (Nsight Compute: schedulers 76 % busy, and
-// three of four warps that could go on waiting for their turn): hence a row's parts are as long as
+// three of five warps that could go on waiting for their turn): hence a row's parts are as long as
 // each other, which leaves few words to compare with its end, and all others are loaded, summed and
 // stored without a condition. H200, bf16, LayerNorm, by shifted vectors and so: 126 and 97 million
 // instructions of a warp, 165 and 143 us at 131200x1023. (Two rows a thread, which share weight and
@@ -229,7 +229,7 @@ __device__ __forceinline__ void store_split(T* row, int left, bool is_live,
   }
 }
 
-// Weight or bias from a lane's first column on; null where absent.
+// Weight or bias from a lane's first column on; never read where absent.
 template <typename W>
 struct LaneParameters {
   const W* from;

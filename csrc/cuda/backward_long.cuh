@@ -11,28 +11,23 @@
 #include "cuda/row_access.cuh"
 #include "cuda/row_sum.cuh"
 #include "cuda/row_tile.h"
+#include "cuda/word_access.cuh"
 
 namespace fused_op::cuda {
 
-// A row to read, and N of its elements; past the row's end they are `past` if kClip, else anything.
-template <typename Source>
-__device__ __forceinline__ auto reader_of(const ConstRows& rows, std::int64_t row) {
-  if constexpr (Source::kFlexible) {
-    return any_row(rows, row);
-  } else {
-    return row_of<typename Source::Element>(rows, row);
-  }
-}
-template <typename Access, bool kClip, int N, typename T>
+// How both kernels read. Whole lines into the L2 cache: H200, bf16, us without and with it, 4.9 4.6
+// at 1x262144, 5.6 5.2 at 8x65536.
+template <typename Access>
+using LongRowAccess =
+    std::conditional_t<std::is_same_v<Access, VectorAccess>, LineAccess, NeighbourAccess<Access>>;
+
+// N elements of a row; of a flexible one, those past its end are `past` if kClip, else anything.
+template <typename Access, int N, typename T>
 __device__ __forceinline__ void read(const T* row, std::int64_t col, std::int64_t cols,
-                                     Accumulator<T> (&values)[N], Accumulator<T> past = 0) {
-  Pack<T, N> pack = Access::template load<N>(row, col, cols);
-  if constexpr (kClip) {
-    Access::clip_to(past, cols - col, pack);
-  }
-  unpack(pack, values);
+                                     Accumulator<T> (&values)[N]) {
+  unpack(Access::template load<N>(row, col, cols), values);
 }
-template <typename, bool kClip, int N, typename A>
+template <bool kClip, int N, typename A>
 __device__ __forceinline__ void read(const AnyRow& row, std::int64_t col, std::int64_t cols,
                                      A (&values)[N], A past = 0) {
   to_values(load_raw<N, A>(row, col, cols), row.dtype, values);
@@ -44,18 +39,15 @@ __device__ __forceinline__ void read(const AnyRow& row, std::int64_t col, std::i
   }
 }
 
-// x and dy of N elements; past the row's end x is x_past, and dy zero.
-template <typename Source, typename Access, bool kClip, int N, typename Reader, typename A>
-__device__ __forceinline__ void read_terms(const NormBackwardArgs& args, const Reader& x_row,
-                                           const Reader& dy_row, const DropoutState& state,
+// x and dy of N elements of a flexible row; past its end, if kClip, x is x_past and dy zero.
+template <bool kClip, int N, typename A>
+__device__ __forceinline__ void read_terms(const NormBackwardArgs& args, const DropoutState& state,
                                            std::int64_t row, std::int64_t col, A x_past, A (&x)[N],
                                            A (&dy)[N]) {
-  read<Access, kClip>(x_row, col, args.cols, x, x_past);
-  read<Access, kClip>(dy_row, col, args.cols, dy);
-  if constexpr (Source::kFlexible) {
-    if (args.dropout.active && !args.drops_input) {
-      DropoutRow(state, row).apply(args.dropout, col, dy);
-    }
+  read<kClip>(any_row(args.x, row), col, args.cols, x, x_past);
+  read<kClip>(any_row(args.grad_output, row), col, args.cols, dy);
+  if (args.dropout.active && !args.drops_input) {
+    DropoutRow(state, row).apply(args.dropout, col, dy);
   }
 }
 template <typename Norm, typename Source, int N, typename A>
@@ -74,7 +66,8 @@ __device__ __forceinline__ void normalize(const NormBackwardArgs& args, std::int
 
 // First step: the two sums of each row, a CTA for each of its pieces. row_sums: [rows, pieces]. The
 // pieces are taken in turn, and their number is a function of the row's length alone. (A CTA a row:
-// 15 us instead of 9 at 8x65536, 35 instead of 9 at 1x262144, bf16, H200.)
+// 15 us instead of 9 at 8x65536, 35 instead of 9 at 1x262144, bf16, H200.) All vectors of a thread,
+// four at most, are loaded at once: one after the other each waited for memory.
 constexpr int kPieceVectors = kMaxRowThreads * 4;
 FUSED_OP_HD constexpr unsigned row_pieces(std::int64_t vectors) {
   return static_cast<unsigned>((vectors + kPieceVectors - 1) / kPieceVectors);
@@ -104,28 +97,56 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       }
     }
   }
-  await_kernels_before();
-  const Normalizer<A> normalizer =
-      Norm::saved(static_cast<const A*>(args.stats), row, args.rows).normalizer();
-  const auto x_row = reader_of<Source>(args.x, row);
-  const auto dy_row = reader_of<Source>(args.grad_output, row);
-
-  const A x_past = Source::kFlexible && args.x_is_output ? A(0) : normalizer.mean;
-  const DropoutState state(args.dropout);
+  const A* const stats = static_cast<const A*>(args.stats);
   PullbackSums<A> sums{};
-#pragma unroll(Source::kFlexible ? 1 : 4)
-  for (; col < args.cols; col += step) {
-    A xhat[N], dy[N], w[N];
-    read_terms<Source, Access, true>(args, x_row, dy_row, state, row, col, x_past, xhat, dy);
-    auto w_pack = parameters_of<W, N>(args.weight, args.param_dtype, col, args.cols, 1);
-    if constexpr (Access::kSharesBlocks) {
-      Access::clip(args.cols - col, w_pack);
-    }
-    unpack(w_pack, w);
-    normalize<Norm, Source>(args, col, normalizer, w, xhat);
+  const auto add = [&](std::int64_t at, const Normalizer<A>& normalizer, const A(&w)[N], A(&x)[N],
+                       const A(&dy)[N]) {
+    normalize<Norm, Source>(args, at, normalizer, w, x);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      sums.add(dy[j] * w[j], xhat[j]);
+      sums.add(dy[j] * w[j], x[j]);
+    }
+  };
+  if constexpr (Source::kFlexible) {
+    await_kernels_before();
+    const Normalizer<A> normalizer = Norm::saved(stats, row, args.rows).normalizer();
+    const A x_past = args.x_is_output ? A(0) : normalizer.mean;
+    const DropoutState state(args.dropout);
+#pragma unroll 1
+    for (; col < args.cols; col += step) {
+      A x[N], dy[N], w[N];
+      read_terms<true>(args, state, row, col, x_past, x, dy);
+      unpack(parameters_of<W, N>(args.weight, args.param_dtype, col, args.cols, 1), w);
+      add(col, normalizer, w, x, dy);
+    }
+  } else {
+    constexpr int kVectors = kPieceVectors / kMaxRowThreads;
+    const T* const x_row = row_of<T>(args.x, row);
+    const T* const dy_row = row_of<T>(args.grad_output, row);
+    await_kernels_before();
+    Pack<T, N> x_packs[kVectors], dy_packs[kVectors];
+    Pack<W, N> w_packs[kVectors];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const std::int64_t at = col + i * step;
+      x_packs[i] = Access::template load<N>(x_row, at, args.cols);
+      dy_packs[i] = Access::template load<N>(dy_row, at, args.cols);
+      w_packs[i] = load_parameters<N>(static_cast<const W*>(args.weight), at, args.cols, 1);
+    }
+    const Normalizer<A> normalizer = Norm::saved(stats, row, args.rows).normalizer();
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const std::int64_t at = col + i * step;
+      if (at < args.cols) {
+        Access::clip_to(normalizer.mean, args.cols - at, x_packs[i]);
+        Access::clip(args.cols - at, dy_packs[i]);
+        Access::clip(args.cols - at, w_packs[i]);
+        A x[N], dy[N], w[N];
+        unpack(x_packs[i], x);
+        unpack(dy_packs[i], dy);
+        unpack(w_packs[i], w);
+        add(at, normalizer, w, x, dy);
+      }
     }
   }
   __shared__ PullbackSums<A> parts[kWarps];
@@ -141,9 +162,10 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
 constexpr int kColumnThreads = 128;
 // Rows whose x and dy a thread loads at once, the first ones before it knows their sums. H200,
 // bf16, us with two, one of them after its sums, and so: 8.6 7.8 at 8x65536, 11.6 9.9 at 16x65536.
+// What a single row then waited for: loads of the first kernel one after the other, two divisions,
+// and vectors stored by elements. Without all that, 7.9 4.9 at 1x262144, 6.3 5.6 at 8x65536.
 template <typename Source>
-constexpr int kRowsAtOnce =
-    Source::kFlexible || sizeof(Accumulator<typename Source::Element>) == 8 ? 1 : 4;
+constexpr int kRowsAtOnce = Source::kFlexible ? 1 : 4;
 template <typename W, typename Norm, typename Source, typename Access>
 __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
     const __grid_constant__ NormBackwardArgs args,
@@ -157,17 +179,21 @@ __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
       (static_cast<std::int64_t>(blockIdx.x) * kColumnThreads + threadIdx.x) * N;
   const A inverse_cols = reciprocal(static_cast<A>(args.cols));
   const unsigned pieces = row_pieces((args.cols + N - 1) / N);
-  await_kernels_before();
+  std::int64_t first_row = 0;
+  std::int64_t last_row = args.rows;
+  if (gridDim.y > 1) {  // two divisions, which few rows need not wait for
+    first_row = args.rows * blockIdx.y / gridDim.y;
+    last_row = args.rows * (blockIdx.y + 1) / gridDim.y;
+  }
   A w[N];
   A dweight[N] = {};
   A dbias[N] = {};
+  await_kernels_before();
   const DropoutState state(args.dropout);
-  const std::int64_t first_row = args.rows * blockIdx.y / gridDim.y;
-  const std::int64_t last_row = args.rows * (blockIdx.y + 1) / gridDim.y;
   constexpr int kAtOnce = kRowsAtOnce<Source>;
   Pack<T, N> x_packs[kAtOnce], dy_packs[kAtOnce];
   const auto load_rows = [&](std::int64_t row) {
-    if constexpr (kAtOnce > 1) {
+    if constexpr (!Source::kFlexible) {
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
         const std::int64_t width = row + k < last_row ? args.cols : 0;
@@ -187,8 +213,7 @@ __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
     __syncthreads();  // read by all before it is written again
     if (threadIdx.x < rows) {
       const std::int64_t row = first + threadIdx.x;
-      normalizers[threadIdx.x] =
-          Norm::saved(static_cast<const A*>(args.stats), row, args.rows).normalizer();
+      const auto saved = Norm::saved(static_cast<const A*>(args.stats), row, args.rows);
       PullbackSums<A> total{};
 #pragma unroll 16
       for (unsigned piece = 0; piece < pieces; ++piece) {
@@ -197,6 +222,7 @@ __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
         total.wdy += sums.wdy;
       }
       totals[threadIdx.x] = total;
+      normalizers[threadIdx.x] = saved.normalizer();
     }
     __syncthreads();
     const auto take_row = [&](int r, int k) {
@@ -204,13 +230,11 @@ __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
       const Normalizer<A> normalizer = normalizers[r];
       const Pullback<Norm, A> pullback(totals[r], normalizer, inverse_cols);
       A xhat[N], dy[N], dx[N];
-      if constexpr (kAtOnce > 1) {
+      if constexpr (Source::kFlexible) {
+        read_terms<false>(args, state, row, col, A(0), xhat, dy);
+      } else {
         unpack(x_packs[k], xhat);
         unpack(dy_packs[k], dy);
-      } else {
-        read_terms<Source, Access, false>(args, reader_of<Source>(args.x, row),
-                                          reader_of<Source>(args.grad_output, row), state, row, col,
-                                          A(0), xhat, dy);
       }
       normalize<Norm, Source>(args, col, normalizer, w, xhat);
 #pragma unroll
@@ -221,7 +245,11 @@ __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
       }
       if (Source::kFlexible || Source::kDrops ? args.grad_sum.data != nullptr
                                               : Source::kGradStreams == 3) {
-        read<Access, false>(reader_of<Source>(args.grad_sum, row), col, args.cols, dy);
+        if constexpr (Source::kFlexible) {
+          read<false>(any_row(args.grad_sum, row), col, args.cols, dy);
+        } else {
+          read<Access>(row_of<T>(args.grad_sum, row), col, args.cols, dy);
+        }
 #pragma unroll
         for (int j = 0; j < N; ++j) {
           dx[j] += dy[j];
@@ -234,7 +262,11 @@ __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
           if (to.data != nullptr) {
             const Pack<T, N> result[1] = {pack_from<T, N>(dx)};
             T* const dx_row = static_cast<T*>(to.data) + row * args.cols;
-            Access::template store_row<kWarpSize>(dx_row, col, args.cols, result);
+            if constexpr (Access::kWholePacks) {
+              store_if(col < args.cols, dx_row + col, result[0]);
+            } else {
+              Access::template store_row<kWarpSize>(dx_row, col, args.cols, result);
+            }
           }
         };
         if constexpr (Source::kDrops) {
@@ -259,8 +291,14 @@ __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
   const std::int64_t part = static_cast<std::int64_t>(blockIdx.y) * Norm::kGrads;
   const auto store_sums = [&](int grad, void* gradient, const A(&sums)[N]) {
     if (partials != nullptr) {
-      VectorAccess::store(partials + (part + grad) * stride, col, stride, as_pack(sums));
+      store_if(col < stride, partials + (part + grad) * stride + col, as_pack(sums));
     } else if (gradient != nullptr) {
+      if constexpr (!kIsFlexible<W>) {
+        if (col + N <= args.cols) {
+          store_if(true, static_cast<W*>(gradient) + col, pack_from<W, N>(sums));
+          return;
+        }
+      }
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         if (col + j < args.cols) {

@@ -53,10 +53,12 @@ __global__ void __launch_bounds__(kPartsWarps* kWarpSize, kPartsCtas<W, T>)
   await_kernels_before();
   const Source source(args, row);
   Pack<T, N> packs[kWarpParts][Part::kVectors];
+  // Whole lines into the L2 cache. H200, bf16, us without and with it: 131.0 130.5 at 2048x65536,
+  // 134.3 133.4 at 1024x131072.
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     packs[v / Part::kVectors][v % Part::kVectors] =
-        source.template fetch<VectorAccess, N>(col_of(v), width);
+        source.template fetch<LineAccess, N>(col_of(v), width);
   }
   exchange.ready();
 #pragma unroll

@@ -99,13 +99,14 @@ __global__ void __launch_bounds__(kShortThreads<Tile>, kShortCtas<W, T, Tile>)
     }
   }
   await_kernels_before();
+  using RowAccess = std::conditional_t<(kLanes > 1), LineAccess, VectorAccess>;
   Pack<T, N> packs[kShortRows][kVectors];
 #pragma unroll
   for (int r = 0; r < kShortRows; ++r) {
     const Source source(args, row_of_turn(r));
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      packs[r][i] = source.template fetch<VectorAccess, N>(col_of(i), width);
+      packs[r][i] = source.template fetch<RowAccess, N>(col_of(i), width);
     }
   }
   Affine<W, Norm, N> affine[kVectors];

@@ -348,7 +348,7 @@ cudaError_t launch_backward(const NormBackwardArgs& args, cudaStream_t stream) {
             break;
           case BackwardPath::kColumns:
             if constexpr (Source::kFlexible || !Source::kSplit) {  // those are short
-              launch_columns<W, Norm, Source, NeighbourAccess<Access>>(args, plan, queue, partials);
+              launch_columns<W, Norm, Source, LongRowAccess<Access>>(args, plan, queue, partials);
             }
             break;
         }

@@ -15,10 +15,16 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
   return address;
 }
 // Copies 16 bytes past the L1 cache; __pipeline_commit and __pipeline_wait_prior count them. Before
-// sm_80 the thread copies them itself.
+// sm_80 the thread copies them itself. kLine: the L2 cache is to fetch the whole line of 128 bytes.
+template <bool kLine = false>
 __device__ __forceinline__ void copy_async(std::uint32_t to, std::uintptr_t from) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  if constexpr (kLine) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  }
 #else
   *static_cast<uint4*>(__cvta_shared_to_generic(to)) = *reinterpret_cast<const uint4*>(from);
 #endif
@@ -73,6 +79,27 @@ __device__ __forceinline__ void load_if(bool wanted, const void* address, std::u
         "}"
         : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
         : "l"(address), "r"(static_cast<int>(wanted))
+        : "memory");
+  }
+}
+
+// A pack of whole vectors to global memory where `wanted`, in one instruction each: in a loop over
+// rows the compiler may make four of one.
+template <typename T, int N>
+__device__ __forceinline__ void store_if(bool wanted, T* address, const Pack<T, N>& pack) {
+  static_assert(sizeof(pack) % kVectorBytes == 0);
+#pragma unroll
+  for (int i = 0; i < N / kVector<T>; ++i) {
+    const std::uint32_t* const words = pack.words + 4 * i;
+    asm volatile(
+        "{\n"
+        "  .reg .pred wanted;\n"
+        "  setp.ne.b32 wanted, %5, 0;\n"
+        "  @wanted st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
+        "}"
+        :
+        : "l"(address + i * kVector<T>), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]),
+          "r"(static_cast<int>(wanted))
         : "memory");
   }
 }
@@ -140,6 +167,25 @@ struct VectorAccess {
     for (int i = 0; i < kVectors; ++i) {
       store(row, col + i * kLanes * N, width, packs[i]);
     }
+  }
+};
+
+// The same, and of what it loads the L2 cache is to fetch whole lines of 128 bytes.
+struct LineAccess : VectorAccess {
+  template <int N, typename T, typename Col>
+  __device__ __forceinline__ static Pack<T, N> load(const T* row, Col col, Col width) {
+    Pack<T, N> pack{};
+    static_assert(sizeof(pack) == kVectorBytes);
+    asm volatile(
+        "{\n"
+        "  .reg .pred wanted;\n"
+        "  setp.ne.b32 wanted, %5, 0;\n"
+        "  @wanted ld.global.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+        "}"
+        : "+r"(pack.words[0]), "+r"(pack.words[1]), "+r"(pack.words[2]), "+r"(pack.words[3])
+        : "l"(row + col), "r"(static_cast<int>(col < width))
+        : "memory");
+    return pack;
   }
 };
 

@@ -99,6 +99,7 @@ __global__ void __launch_bounds__(kShortThreads<Tile>, kShortCtas<W, T, Tile>)
     }
   }
   await_kernels_before();
+  // As in norm_forward_kernel; a lane with a row of its own would spill a register.
   using RowAccess = std::conditional_t<(kLanes > 1), LineAccess, VectorAccess>;
   Pack<T, N> packs[kShortRows][kVectors];
 #pragma unroll

@@ -163,7 +163,7 @@ constexpr int kColumnThreads = 128;
 // Rows whose x and dy a thread loads at once, the first ones before it knows their sums. H200,
 // bf16, us with two, one of them after its sums, and so: 8.6 7.8 at 8x65536, 11.6 9.9 at 16x65536.
 // What a single row then waited for: loads of the first kernel one after the other, two divisions,
-// and vectors stored by elements. Without all that, 7.9 4.9 at 1x262144, 6.3 5.6 at 8x65536.
+// and stores of two or four bytes. Without all that, 7.9 4.9 at 1x262144, 6.3 5.6 at 8x65536.
 template <typename Source>
 constexpr int kRowsAtOnce = Source::kFlexible ? 1 : 4;
 template <typename W, typename Norm, typename Source, typename Access>

@@ -21,12 +21,7 @@ template <typename Access>
 using LongRowAccess =
     std::conditional_t<std::is_same_v<Access, VectorAccess>, LineAccess, NeighbourAccess<Access>>;
 
-// N elements of a row; of a flexible one, those past its end are `past` if kClip, else anything.
-template <typename Access, int N, typename T>
-__device__ __forceinline__ void read(const T* row, std::int64_t col, std::int64_t cols,
-                                     Accumulator<T> (&values)[N]) {
-  unpack(Access::template load<N>(row, col, cols), values);
-}
+// N elements of a flexible row; past its end they are `past` if kClip, else anything.
 template <bool kClip, int N, typename A>
 __device__ __forceinline__ void read(const AnyRow& row, std::int64_t col, std::int64_t cols,
                                      A (&values)[N], A past = 0) {
@@ -248,7 +243,7 @@ __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
         if constexpr (Source::kFlexible) {
           read<false>(any_row(args.grad_sum, row), col, args.cols, dy);
         } else {
-          read<Access>(row_of<T>(args.grad_sum, row), col, args.cols, dy);
+          unpack(Access::template load<N>(row_of<T>(args.grad_sum, row), col, args.cols), dy);
         }
 #pragma unroll
         for (int j = 0; j < N; ++j) {
@@ -263,7 +258,7 @@ __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
             const Pack<T, N> result[1] = {pack_from<T, N>(dx)};
             T* const dx_row = static_cast<T*>(to.data) + row * args.cols;
             if constexpr (Access::kWholePacks) {
-              store_if(col < args.cols, dx_row + col, result[0]);
+              store_pack_if(col < args.cols, dx_row + col, result[0]);
             } else {
               Access::template store_row<kWarpSize>(dx_row, col, args.cols, result);
             }
@@ -291,11 +286,11 @@ __global__ void __launch_bounds__(kColumnThreads) norm_backward_columns_kernel(
   const std::int64_t part = static_cast<std::int64_t>(blockIdx.y) * Norm::kGrads;
   const auto store_sums = [&](int grad, void* gradient, const A(&sums)[N]) {
     if (partials != nullptr) {
-      store_if(col < stride, partials + (part + grad) * stride + col, as_pack(sums));
+      store_pack_if(col < stride, partials + (part + grad) * stride + col, as_pack(sums));
     } else if (gradient != nullptr) {
       if constexpr (!kIsFlexible<W>) {
         if (col + N <= args.cols) {
-          store_if(true, static_cast<W*>(gradient) + col, pack_from<W, N>(sums));
+          store_pack_if(true, static_cast<W*>(gradient) + col, pack_from<W, N>(sums));
           return;
         }
       }

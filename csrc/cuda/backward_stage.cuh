@@ -206,14 +206,15 @@ class StagedRows {
     const int shift = Access::kWholePacks ? 0 : static_cast<int>(ahead_[s] % kVectorBytes);
     const std::uintptr_t from =
         Access::kWholePacks ? ahead_[s] : ahead_[s] / kVectorBytes * kVectorBytes;
-    // H200, bf16, us without and with whole lines: 102.5 101.3 at 1048576x64, 53.1 52.5 at
+    // H200, bf16, us by words and by lines: 102.5 101.3 at 1048576x64, 53.1 52.5 at
     // 8192x4096, 55.2 54.6 at 4096x8192; but with three vectors 200 206 at 174762x768, 201 210 at
     // 43690x3072.
     constexpr bool kLine = Access::kWholePacks && Tile::kVectors <= 2;
+    using Fetch = std::conditional_t<kLine, FetchLine, FetchWords>;
 #pragma unroll
     for (int i = 0; i < Tile::kVectors + (Access::kWholePacks ? 0 : 1); ++i) {
       if (i * kStride < row_bytes + shift && (i < Tile::kVectors || lane_ == 0)) {
-        copy_async<kLine>(to + s * kStreamBytes + i * kStride, from + i * kStride);
+        copy_async<Fetch>(to + s * kStreamBytes + i * kStride, from + i * kStride);
       }
     }
   }

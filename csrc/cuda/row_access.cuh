@@ -3,6 +3,8 @@
 // for bit. `width` 0 makes an access void. Torch-free.
 #pragma once
 
+#include <type_traits>
+
 #include "core/pack.h"
 
 namespace fused_op::cuda {
@@ -14,12 +16,17 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
   asm volatile("" : "+r"(address));
   return address;
 }
+// What the L2 cache is to fetch of global memory: the words that are asked for, or the whole line
+// of 128 bytes that they are in.
+struct FetchWords {};
+struct FetchLine {};
+
 // Copies 16 bytes past the L1 cache; __pipeline_commit and __pipeline_wait_prior count them. Before
-// sm_80 the thread copies them itself. kLine: the L2 cache is to fetch the whole line of 128 bytes.
-template <bool kLine = false>
+// sm_80 the thread copies them itself.
+template <typename Fetch = FetchWords>
 __device__ __forceinline__ void copy_async(std::uint32_t to, std::uintptr_t from) {
 #if __CUDA_ARCH__ >= 800
-  if constexpr (kLine) {
+  if constexpr (std::is_same_v<Fetch, FetchLine>) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
                  : "memory");
   } else {
@@ -83,14 +90,21 @@ __device__ __forceinline__ void load_if(bool wanted, const void* address, std::u
   }
 }
 
-// A pack of whole vectors to global memory where `wanted`, in one instruction each: in a loop over
-// rows the compiler may make four of one.
-template <typename T, int N>
-__device__ __forceinline__ void store_if(bool wanted, T* address, const Pack<T, N>& pack) {
-  static_assert(sizeof(pack) % kVectorBytes == 0);
-#pragma unroll
-  for (int i = 0; i < N / kVector<T>; ++i) {
-    const std::uint32_t* const words = pack.words + 4 * i;
+// A word to global memory, or the four of 16 bytes, where `wanted`, in one predicated instruction:
+// a branch takes four, and in a loop over rows the compiler may take a vector apart.
+template <int kWords = 4>
+__device__ __forceinline__ void store_if(bool wanted, void* address, const std::uint32_t* words) {
+  static_assert(kWords == 1 || kWords == 4);
+  if constexpr (kWords == 1) {
+    asm volatile(
+        "{\n"
+        "  .reg .pred wanted;\n"
+        "  setp.ne.b32 wanted, %0, 0;\n"
+        "  @wanted st.global.b32 [%1], %2;\n"
+        "}" ::"r"(static_cast<int>(wanted)),
+        "l"(address), "r"(words[0])
+        : "memory");
+  } else {
     asm volatile(
         "{\n"
         "  .reg .pred wanted;\n"
@@ -98,9 +112,18 @@ __device__ __forceinline__ void store_if(bool wanted, T* address, const Pack<T, 
         "  @wanted st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
         "}"
         :
-        : "l"(address + i * kVector<T>), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]),
+        : "l"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]),
           "r"(static_cast<int>(wanted))
         : "memory");
+  }
+}
+// A pack of whole vectors.
+template <typename T, int N>
+__device__ __forceinline__ void store_pack_if(bool wanted, T* address, const Pack<T, N>& pack) {
+  static_assert(sizeof(pack) % kVectorBytes == 0);
+#pragma unroll
+  for (int i = 0; i < N / kVector<T>; ++i) {
+    store_if(wanted, address + i * kVector<T>, pack.words + 4 * i);
   }
 }
 
@@ -170,7 +193,7 @@ struct VectorAccess {
   }
 };
 
-// The same, and of what it loads the L2 cache is to fetch whole lines of 128 bytes.
+// The same, and the L2 cache fetches whole lines.
 struct LineAccess : VectorAccess {
   template <int N, typename T, typename Col>
   __device__ __forceinline__ static Pack<T, N> load(const T* row, Col col, Col width) {

@@ -126,7 +126,7 @@ struct WordAccess {
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
         const std::uint32_t word = packs[k / kWords].words[k % kWords];
-        store_if(kWhole || left - k * kStep >= kElements<T>, target + k * kStep, word);
+        store_if<1>(kWhole || left - k * kStep >= kElements<T>, target + k * kStep, &word);
         if constexpr (!kWhole && sizeof(T) < kWordBytes) {
           store_half_if(left - k * kStep == 1, target + k * kStep, word);
         }
@@ -142,7 +142,7 @@ struct WordAccess {
       carried = before;
       const bool inside = kWhole || left > k * kStep;
       const bool first = k == 0 && lane == 0;
-      store_if(inside && !first, target + k * kStep - 1, joined);
+      store_if<1>(inside && !first, target + k * kStep - 1, &joined);
       if constexpr (!kWhole) {
         store_half_if(left == k * kStep && !first, target + k * kStep - 1, joined);
       }
@@ -179,18 +179,6 @@ struct WordAccess {
         : "l"(at), "r"(static_cast<int>(low)), "r"(static_cast<int>(high))
         : "memory");
     return word;
-  }
-  // One predicated instruction: a branch takes four.
-  template <typename T>
-  __device__ __forceinline__ static void store_if(bool wanted, T* at, std::uint32_t word) {
-    asm volatile(
-        "{\n"
-        "  .reg .pred wanted;\n"
-        "  setp.ne.b32 wanted, %0, 0;\n"
-        "  @wanted st.global.b32 [%1], %2;\n"
-        "}" ::"r"(static_cast<int>(wanted)),
-        "l"(at), "r"(word)
-        : "memory");
   }
   template <typename T>
   __device__ __forceinline__ static void store_half_if(bool wanted, T* at, std::uint32_t word) {

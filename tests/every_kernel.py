@@ -45,7 +45,15 @@ MANY_WORDS = (1101, 1700, 2501, 2502)
 # warp, or have one or three.
 ODD_WORDS = ((64, 9704), (128, 4904), (256, 2432), (322, 2432), (512, 2432), (1026, 904))
 THREE_A_LANE = ((8, 96), (1000, 96), (2432, 96))
-ONE_WARP = (2432, 128)
+# Many rows that fill their tile: short ones a whole number of CTAs, others too many for EagerTile.
+FULL = (
+    *((768, vectors) for vectors in (2, 4, 8, 16)),
+    *((2432, vectors) for vectors in (128, 256, 640)),
+    (272, 2048),
+    (304, 4096),
+    (40, 16384),
+)
+UNFILLED = (2432, 320)  # as many that do not
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -119,7 +127,7 @@ def cases(pair: Pair) -> list[tuple[Op, int, int, int]]:
     found = [(op, *shape) for shape in aligned for op in OPS]
     # Not of 1 + weight, which PyTorch makes: its memory ends with it.
     found += [(op, *shape) for shape in odd for op in OPS if not op.zero_centered]
-    for rows, vectors in (IN_TURN, MANY_WIDE_ROWS, *THREE_A_LANE, ONE_WARP):
+    for rows, vectors in (IN_TURN, MANY_WIDE_ROWS, *THREE_A_LANE, *FULL, UNFILLED):
         found += [(op, rows, vectors * vector, 0) for op in OPS if not op.adds]
     return found
 

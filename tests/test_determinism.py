@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fused_op import fused_layer_norm, fused_rms_norm
 from tests.case import Case, make_case
 from tests.ops import DEVICES, PAIRS, subsets
 from tests.test_views import guarded, strided_rows
@@ -56,8 +57,8 @@ def test_repetition(op, device, pair) -> None:
 def test_a_row_does_not_depend_on_its_batch(op, device, cols) -> None:
     """Catches a tiling, and so an order of addition, that follows the number of rows or the place
     of a row among them."""
-    # On a GPU so many rows that fewer are cut up in another way.
-    limits = ((9000, 256), (2500, 2560), (700, 16384))
+    # On a GPU so many rows that fewer are cut up in another way, and whole CTAs of short ones.
+    limits = ((9216, 256), (2500, 2560), (700, 16384))
     many = 37 if device == "cpu" else next((m for m, most in limits if cols <= most), 200)
     for pair in PAIRS:
         case = make_case(op, (many, cols), pair, device)
@@ -69,6 +70,20 @@ def test_a_row_does_not_depend_on_its_batch(op, device, cols) -> None:
             assert_same(case, ours, whole, f"rows {part.start} to {part.stop} alone", part)
         order = torch.arange(many - 1, -1, -1, device=device)
         assert_same(case, rowwise(take(case, order).run()), whole, "rows reversed", order)
+
+
+@pytest.mark.parametrize("dtype", sorted({pair.rows for pair in PAIRS}, key=str), ids=str)
+@pytest.mark.parametrize("cols", [7, 16, 64, 130, 250, 256, 768, 1023, 1024, 4096, 8192, 16384])
+def test_absent_parameters_are_ones_and_zeros(device, dtype, cols) -> None:
+    """Catches a kernel that takes weight and bias for granted, or one for the case that they are
+    there that computes something else."""
+    rows = 37 if device == "cpu" else 9216 if cols <= 256 else 2432 if cols <= 1024 else 700
+    x = torch.randn(rows, cols, dtype=dtype, device=device)
+    ones, zeros = torch.ones_like(x[0]), torch.zeros_like(x[0])
+    whole = fused_layer_norm(x, ones, zeros)
+    for weight in (None, ones):
+        assert same_bits(fused_layer_norm(x, weight, normalized_shape=cols), whole)
+    assert same_bits(fused_rms_norm(x, normalized_shape=cols), fused_rms_norm(x, ones))
 
 
 @pytest.mark.parametrize(("device", "cols"), WIDTHS)

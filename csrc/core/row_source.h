@@ -63,20 +63,12 @@ struct Plain {
   FUSED_OP_HD const T* row() const { return input; }
 };
 
-// The same in packs of two elements, or of one word of 4 bytes: of rows that are no whole number of
-// vectors.
-template <typename T>
-struct PairRows : Plain<T> {
-  static constexpr int kElements = 2;
-  using Plain<T>::Plain;
-};
+// The same in packs of one word of 4 bytes: of rows that are no whole number of vectors.
 template <typename T>
 struct WordRows : Plain<T> {
   static constexpr int kElements = 4 / sizeof(T);
   using Plain<T>::Plain;
 };
-template <typename Source>
-constexpr bool kByPairs = Source::kElements < kVector<typename Source::Element>;
 
 // The same at two strides.
 template <typename T>

@@ -44,7 +44,7 @@ __device__ __forceinline__ void add_deviations(const Row& row, int left, A scale
     }
 #pragma unroll
     for (int k = 0; k < kTerms; ++k) {
-      totals[k] += valid > 0 ? parts[k] : A(0);
+      totals[k] += kIsFull<Access> || valid > 0 ? parts[k] : A(0);
     }
   }
 }
@@ -91,7 +91,7 @@ __device__ __forceinline__ Moments<A> group_moments(const Pack<T, N> (&row)[kVec
 }
 
 // Weight and bias of one vector.
-template <typename W, typename Norm, int N>
+template <typename W, typename Norm, int N, typename Access = VectorAccess>
 struct Affine {
   Affine() = default;
   Pack<typename ParameterOf<W>::type, N> weight;
@@ -99,16 +99,27 @@ struct Affine {
 
   template <typename Col>
   __device__ __forceinline__ Affine(const NormForwardArgs& args, Col col, Col width)
-      : weight(parameters_of<W, N>(args.weight, args.param_dtype, col, width, 1)) {
+      : weight(load(args, args.weight, col, width, 1)) {
     if constexpr (Norm::kCentered) {
-      bias = parameters_of<W, N>(args.bias, args.param_dtype, col, width, 0);
+      bias = load(args, args.bias, col, width, 0);
+    }
+  }
+
+ private:
+  template <typename Col>
+  __device__ __forceinline__ static auto load(const NormForwardArgs& args, const void* parameters,
+                                              Col col, Col width, float absent) {
+    if constexpr (kIsFull<Access>) {
+      return load_present_parameters<N>(static_cast<const W*>(parameters), col);
+    } else {
+      return parameters_of<W, N>(parameters, args.param_dtype, col, width, absent);
     }
   }
 };
 
 // The output of one vector.
-template <typename W, typename Norm, int N, typename T, typename A>
-__device__ __forceinline__ Pack<T, N> output_of(const Affine<W, Norm, N>& affine,
+template <typename W, typename Norm, int N, typename Access, typename T, typename A>
+__device__ __forceinline__ Pack<T, N> output_of(const Affine<W, Norm, N, Access>& affine,
                                                 const Pack<T, N>& pack,
                                                 const Normalizer<A>& normalizer) {
   A x[N], w[N], b[N];
@@ -188,10 +199,9 @@ __device__ __forceinline__ auto reload(const Source& source, Col col, Col width)
 // and with kAhead of 1 and 2, share of the copy limit: 0.957 0.974 0.980 at 131072x1024, 0.890
 // 0.941 0.936 at 8192x16384; 1x1024 2.61, 2.42, 2.16 us. Two are too many where rows are streamed:
 // 0.81 0.81 0.63 at 4096x32768.
-template <int kLanes, typename Access, int kAhead, typename W, typename Norm, int N, typename T,
+template <int kLanes, typename Access, int kAhead, typename Affines, typename T, int N,
           int kVectors, typename A, typename Col, typename Target>
-__device__ __forceinline__ void write_row(const NormForwardArgs& args,
-                                          Affine<W, Norm, N> (&affine)[kAhead],
+__device__ __forceinline__ void write_row(const NormForwardArgs& args, Affines (&affine)[kAhead],
                                           const Target& target, Col col, Col live_width,
                                           Pack<T, N> (&packs)[kVectors],
                                           const Normalizer<A>& normalizer) {
@@ -319,8 +329,9 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   if (!Tile::kOneWarp && my_row >= args.rows) {
     return;
   }
-  const int live_width = my_row < args.rows ? width : 0;
-  const std::int64_t row = my_row < args.rows ? my_row : args.rows - 1;
+  const bool is_live = kIsFull<Access> || my_row < args.rows;
+  const int live_width = is_live ? width : 0;
+  const std::int64_t row = is_live ? my_row : args.rows - 1;
 
   const int first_col = (warp * kVectors * kLanes + lane) * N;
   const auto col_of = [&](int i) { return first_col + i * kLanes * N; };
@@ -336,25 +347,20 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   const Source source(args, row);
   Pack<T, N> packs[kVectors];
   typename Source::template Fetched<N> fetched[kVectors];
-  // Whole lines into the L2 cache where several rows share a warp. H200, bf16, us without and with
-  // it: 1.35 1.26 at 64x64, 2.44 2.37 at 4096x256; longer rows lose by it: 1.76 1.80 at 1x8192.
-  constexpr bool kLines =
-      Tile::kOneWarp && std::is_same_v<Access, VectorAccess> && std::is_same_v<Source, Plain<T>>;
-  using RowAccess = std::conditional_t<kLines, LineAccess, Access>;
+  // Not with few rows, which are over too soon, and not where it would spill.
+  constexpr bool kManyRegisters = (Tile::kTight && Norm::kCentered) || Source::kDrops ||
+                                  (Source::kGradStreams == 3 && sizeof(W) > sizeof(T));
+  constexpr bool kKept = std::is_same_v<Access, VectorAccess> && !Tile::kEager && !kManyRegisters;
+  using RowAccess = std::conditional_t<kKept, KeptAccess, Access>;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     fetched[i] = source.template fetch<RowAccess, N>(col_of(i), width);
   }
   source.template finish<Access, kLanes>(fetched, packs, first_col, live_width);
 
-  // By pairs: as many as fill 16 bytes. H200, with four words ahead and with eight, share of
-  // 4.2 TB/s: 0.80 0.78 at 16384x8196, bf16; with four, eight and all, us: 3.35 2.65 2.03 at
-  // 64x1023, fp32, which was an EagerTile.
-  constexpr int kAhead = Tile::kEager                   ? kVectors
-                         : kByPairs<Source>             ? kVector<T> / N
-                         : kVectors < 3 || Tile::kTight ? 1
-                                                        : 2;
-  Affine<W, Norm, N> affine[kAhead];
+  constexpr bool kOneAhead = kVectors < 3 || Tile::kTight || std::is_same_v<Tile, LongTile>;
+  constexpr int kAhead = Tile::kEager ? kVectors : kOneAhead ? 1 : 2;
+  Affine<W, Norm, N, Access> affine[kAhead];
   const auto load_affine = [&] {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
@@ -368,7 +374,9 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   const A inverse_cols = reciprocal(cols);
   const int part = warp / Tile::kSpread;
   const bool leads = warp % Tile::kSpread == 0;
-  const A count = static_cast<A>(max(min(width - part * kPartCols, kPartCols), 0));
+  const int elements =
+      kIsFull<Access> ? kPartCols : max(min(width - part * kPartCols, kPartCols), 0);
+  const A count = static_cast<A>(elements);
   __shared__ A totals[2][Tile::kSpread > 1 ? kMaxSpreadThreads : 1];
   int buffer = 0;
   const auto spread = [&](A total) {
@@ -387,6 +395,13 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   };
   Moments<A> moments = group_moments<Norm, Access, kLanes, kVectors, N, T>(
       packs, width - first_col, count, A(1), false, spread);
+  // Weight and bias are on their way while the warps exchange their moments, where registers last
+  // for it. H200, LayerNorm, bf16, us after that and before: 133.8 131.2 at 8192x16384, 127.1 125.7
+  // at 16384x8192; but with three vectors 4.30 4.38 at 4096x768.
+  constexpr bool kEarly = kIsFull<Access> && !Tile::kEager && kVectors != 3;
+  if constexpr (kEarly) {
+    load_affine();
+  }
   if (parts_of_row > 1) {
     if (leads) {
       exchange.put(part, {count, moments});
@@ -400,12 +415,13 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
     using Whole = RowTile<kLanes, kVectors * Tile::kSpread>;
     const int part_col = first_col - warp % Tile::kSpread * kWarpCols;
     const RowPlace place{row, leads ? live_width : 0, lane, part, parts_of_row, part_col, width};
-    finish_untrusted<W, Norm, Source, Access, Whole>(args, place, moments, exchange);
+    using Again = std::conditional_t<kIsFull<Access>, VectorAccess, Access>;
+    finish_untrusted<W, Norm, Source, Again, Whole>(args, place, moments, exchange);
     return;
   }
   const Normalizer<A> normalizer = normalizer_of<Norm>(args, moments, A(1), inverse_cols, row,
-                                                       live_width > 0 && lane == 0 && warp == 0);
-  if constexpr (!Tile::kEager) {
+                                                       is_live && lane == 0 && warp == 0);
+  if constexpr (!kEarly && !Tile::kEager) {
     load_affine();
   }
   const auto target = target_of<Source>(args, row);

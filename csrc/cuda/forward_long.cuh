@@ -41,7 +41,8 @@ __device__ __forceinline__ WarpMoments<A> part_moments(const Packs& packs, Col p
   using T = typename Source::Element;
   using Part = PartOf<Source, Col>;
   constexpr int N = Source::kElements;
-  const int in_row = valid_elements(part * Part::kCols, width, Part::kCols);
+  const int in_row = kIsFull<Access> ? static_cast<int>(Part::kCols)
+                                     : valid_elements(part * Part::kCols, width, Part::kCols);
   const int left = in_row - static_cast<int>(threadIdx.x % kWarpSize) * N;
   const A count = static_cast<A>(in_row);
   const auto add = [&](A from, auto& totals, auto&& add_terms) {

@@ -15,17 +15,18 @@
 
 namespace fused_op::cuda {
 
-constexpr int kPartsWarps = 8;     // of a CTA, at most
-constexpr int kWarpParts = 2;      // of a row
-constexpr int kPartsCluster = 8;   // CTAs, at most: 0.93 0.90 with sixteen at 512x262144
-constexpr int kPartsAhead = 2;     // vectors of weight
+constexpr int kPartsWarps = 8;    // of a CTA, at most
+constexpr int kWarpParts = 2;     // of a row
+constexpr int kPartsCluster = 8;  // CTAs, at most: 0.93 0.90 with sixteen at 512x262144
+template <typename Norm>
+constexpr int kPartsAhead = Norm::kCentered ? 1 : 2;  // vectors of weight and bias
 template <typename W, typename T>  // of a multiprocessor: 80 or 64 registers a thread
 constexpr int kPartsCtas = sizeof(W) > sizeof(T) ? 3 : 4;
 
 // grid: a cluster a row, of as many CTAs as it takes to have cta_parts of its parts in each; block:
 // a warp for every kWarpParts of these, of which cta_parts is a multiple. Dynamic shared memory:
 // the moments of the row's parts.
-template <typename W, typename Norm, typename T>
+template <typename W, typename Norm, typename T, typename Access>
 __global__ void __launch_bounds__(kPartsWarps* kWarpSize, kPartsCtas<W, T>)
     norm_forward_parts_kernel(const __grid_constant__ NormForwardArgs args, int cta_parts) {
 #if __CUDA_ARCH__ >= 900  // never launched before
@@ -52,13 +53,12 @@ __global__ void __launch_bounds__(kPartsWarps* kWarpSize, kPartsCtas<W, T>)
   exchange.begin();
   await_kernels_before();
   const Source source(args, row);
+  using RowAccess = std::conditional_t<kIsFull<Access>, Access, KeptAccess>;
   Pack<T, N> packs[kWarpParts][Part::kVectors];
-  // Whole lines into the L2 cache. H200, bf16, us without and with it: 131.0 130.5 at 2048x65536,
-  // 134.3 133.4 at 1024x131072.
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     packs[v / Part::kVectors][v % Part::kVectors] =
-        source.template fetch<LineAccess, N>(col_of(v), width);
+        source.template fetch<RowAccess, N>(col_of(v), width);
   }
   exchange.ready();
 #pragma unroll
@@ -68,13 +68,13 @@ __global__ void __launch_bounds__(kPartsWarps* kWarpSize, kPartsCtas<W, T>)
       stay_packed(packs[k][i]);
     }
     const int part = first_part + k;
-    if (part < row_parts) {
-      exchange.send(0, part, part_moments<Norm, VectorAccess, Source, A>(packs[k], part, width));
+    if (kIsFull<Access> || part < row_parts) {
+      exchange.send(0, part, part_moments<Norm, Access, Source, A>(packs[k], part, width));
     }
   }
-  Affine<W, Norm, N> affine[kPartsAhead];
+  Affine<W, Norm, N, Access> affine[kPartsAhead<Norm>];
 #pragma unroll
-  for (int v = 0; v < kPartsAhead; ++v) {
+  for (int v = 0; v < kPartsAhead<Norm>; ++v) {
     affine[v] = {args, col_of(v), width};
   }
   exchange.await(0);
@@ -93,11 +93,11 @@ __global__ void __launch_bounds__(kPartsWarps* kWarpSize, kPartsCtas<W, T>)
   for (int v = 0; v < kVectors; ++v) {
     Pack<T, N>& pack = packs[v / Part::kVectors][v % Part::kVectors];
     stay_packed(pack);
-    const Pack<T, N> output = output_of(affine[v % kPartsAhead], pack, normalizer);
-    if (v + kPartsAhead < kVectors) {
-      affine[v % kPartsAhead] = {args, col_of(v + kPartsAhead), width};
+    const Pack<T, N> output = output_of(affine[v % kPartsAhead<Norm>], pack, normalizer);
+    if (v + kPartsAhead<Norm> < kVectors) {
+      affine[v % kPartsAhead<Norm>] = {args, col_of(v + kPartsAhead<Norm>), width};
     }
-    VectorAccess::store(target, col_of(v), width, output);
+    Access::store(target, col_of(v), width, output);
   }
 #endif
 }

@@ -69,8 +69,8 @@ __device__ __noinline__ void finish_untrusted_short_row(const NormForwardArgs& a
   take_untrusted<W, Norm, Plain<T>, VectorAccess, Tile>(args, place, moments, CtaExchange<A>{});
 }
 
-// grid: enough CTAs for all rows.
-template <typename W, typename Norm, typename T, typename Tile>
+// grid: enough CTAs for all rows. FullAccess: all of their rows are there.
+template <typename W, typename Norm, typename T, typename Access, typename Tile>
 __global__ void __launch_bounds__(kShortThreads<Tile>, kShortCtas<W, T, Tile>)
     norm_forward_short_kernel(const __grid_constant__ NormForwardArgs args) {
   using Source = Plain<T>;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kShortThreads<Tile>, kShortCtas<W, T, Tile>)
   const int left =
       static_cast<int>(min(args.rows - first_row, static_cast<std::int64_t>(kApart * kShortRows)));
   // Threads past the last row take it along, and store nothing.
-  const auto is_live = [&](int r) { return r * kApart < left; };
+  const auto is_live = [&](int r) { return kIsFull<Access> || r * kApart < left; };
   const auto row_of_turn = [&](int r) {
     return is_live(r) ? first_row + r * kApart : args.rows - 1;
   };
@@ -99,8 +99,9 @@ __global__ void __launch_bounds__(kShortThreads<Tile>, kShortCtas<W, T, Tile>)
     }
   }
   await_kernels_before();
-  // As in norm_forward_kernel; a lane with a row of its own would spill a register.
-  using RowAccess = std::conditional_t<(kLanes > 1), LineAccess, VectorAccess>;
+  // A lane with a row of its own would spill a register.
+  constexpr bool kKept = !kIsFull<Access> && kLanes > 1;
+  using RowAccess = std::conditional_t<kKept, KeptAccess, Access>;
   Pack<T, N> packs[kShortRows][kVectors];
 #pragma unroll
   for (int r = 0; r < kShortRows; ++r) {
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kShortThreads<Tile>, kShortCtas<W, T, Tile>)
       packs[r][i] = source.template fetch<RowAccess, N>(col_of(i), width);
     }
   }
-  Affine<W, Norm, N> affine[kVectors];
+  Affine<W, Norm, N, Access> affine[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     affine[i] = {args, col_of(i), width};
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(kShortThreads<Tile>, kShortCtas<W, T, Tile>)
       }
     }
     const Moments<A> moments =
-        group_moments<Norm, VectorAccess, kLanes>(packs[r], width - lane * N, cols, A(1), false);
+        group_moments<Norm, Access, kLanes>(packs[r], width - lane * N, cols, A(1), false);
     if (!__all_sync(kAllLanes, trusted(moments, cols))) {
       untrusted |= 1u << r;
       continue;
@@ -141,8 +142,7 @@ __global__ void __launch_bounds__(kShortThreads<Tile>, kShortCtas<W, T, Tile>)
     T* const target = target_of<Source>(args, row);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      VectorAccess::store(target, col_of(i), live_width,
-                          output_of(affine[i], packs[r][i], normalizer));
+      Access::store(target, col_of(i), live_width, output_of(affine[i], packs[r][i], normalizer));
     }
   }
   for (; untrusted != 0; untrusted &= untrusted - 1) {

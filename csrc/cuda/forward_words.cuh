@@ -36,11 +36,13 @@ constexpr int kWordElements = kWordBytes / static_cast<int>(sizeof(T));
 template <typename W, typename T, typename Tile>
 constexpr bool kStoresLast = sizeof(W) == 2 && sizeof(T) == 2 && Tile::kOneWarp;
 
-// Registers a thread: 64, 80 with all stores last, as many as it likes where rows are few.
+// Registers a thread: 64, 40 for few words, 80 with all stores last, as many as it likes where rows
+// are few.
 template <typename W, typename T, typename Tile>
 struct WordBounds {
   static constexpr int kThreads = Tile::kOneWarp ? kWordThreads<Tile> : kMaxRowThreads;
-  static constexpr int kSmThreads = kStoresLast<W, T, Tile> ? 768 : 1024;
+  static constexpr bool kLight = Tile::kOneWarp && Tile::kLanes == kWarpSize;
+  static constexpr int kSmThreads = kLight ? 1536 : kStoresLast<W, T, Tile> ? 768 : 1024;
   static constexpr int kCtas = Tile::kEager ? 1 : kSmThreads / kThreads;
 };
 
@@ -102,7 +104,7 @@ __device__ __noinline__ void finish_untrusted_words(const NormForwardArgs& args,
 template <typename Norm, typename Tile, typename T, int N, typename A>
 __device__ __forceinline__ Moments<A> moments_of_words(const Pack<T, N> (&words)[Tile::kWords],
                                                        int left, A count) {
-  constexpr int kSure = Tile::kWords - kMaybeWords;
+  constexpr int kSure = Tile::kSure;
   // add(x, total, first) returns the total with x. Two totals in turn: shorter chains.
   const auto sum = [&](bool of_zeros_too, auto&& add) {
     A totals[2] = {};
@@ -161,8 +163,12 @@ __device__ __forceinline__ void load_words(const T* row, int left,
 #pragma unroll
   for (int i = 0; i <= kLast; ++i) {
     words[i] = {};
-    load_if<1>(i <= kLast - kMaybeWords || left + apart > i * kStep, from + i * kStep,
-               words[i].words);
+    const bool inside = i < Tile::kSure || left + apart > i * kStep;
+    if constexpr (sizeof(T) == kWordBytes) {
+      load_kept_if<1>(inside, from + i * kStep, words[i].words);
+    } else {
+      load_if<1>(inside, from + i * kStep, words[i].words);
+    }
   }
   if constexpr (N == 2) {
     if (apart != 0) {
@@ -181,7 +187,7 @@ __device__ __forceinline__ void load_words(const T* row, int left,
       }
     }
 #pragma unroll
-    for (int i = kLast - kMaybeWords + 1; i <= kLast; ++i) {
+    for (int i = Tile::kSure; i <= kLast; ++i) {
       const int valid = left - i * kStep;
       words[i].words[0] &= valid >= N ? ~0u : valid > 0 ? 0xffffu : 0u;
     }
@@ -210,7 +216,7 @@ __device__ __forceinline__ void store_split(T* row, int left, bool is_live,
   std::uint32_t carried = 0;  // in lane 0, the last lane's word before this one
 #pragma unroll
   for (int i = 0; i <= kLast; ++i) {
-    const bool sure = i <= kLast - kMaybeWords;
+    const bool sure = i < Tile::kSure;
     const std::uint32_t word = words[i].words[0];
     const std::uint32_t before = __shfl_sync(kAllLanes, word, (lane + kLanes - 1) % kLanes, kLanes);
     const std::uint32_t joined = __funnelshift_l(lane == 0 ? carried : before, word, 16);
@@ -229,8 +235,15 @@ __device__ __forceinline__ void store_split(T* row, int left, bool is_live,
   }
 }
 
+// Whether a kernel may be called without weight or bias: where rows are few, all are. Defaults are
+// instructions: H200, us with them and without, LayerNorm, bf16: 142 135 at 1000000x65, 170 164 at
+// 26214x5121, but 138 140 at 131200x1023, 139 142 at 32776x4095.
+template <typename T, typename Tile>
+constexpr bool kMayBeAbsent =
+    Tile::kEager || (sizeof(T) == 2 && !Tile::kOneWarp && Tile::kWords == 16);
+
 // Weight or bias from a lane's first column on; never read where absent.
-template <typename W>
+template <typename W, bool kMayBeAbsent>
 struct LaneParameters {
   const W* from;
   bool present;
@@ -241,8 +254,12 @@ struct LaneParameters {
   }
   template <int N>
   __device__ __forceinline__ Pack<W, N> load(int offset, bool inside, float absent) const {
-    Pack<W, N> pack = filled<W, N>(absent);
-    load_if<sizeof(pack) / 4>(present && inside, from + offset, pack.words);
+    Pack<W, N> pack{};
+    if constexpr (kMayBeAbsent) {
+      pack = filled<W, N>(absent);
+    }
+    const bool wanted = inside && (!kMayBeAbsent || present);
+    load_if<sizeof(pack) / 4>(wanted, from + offset, pack.words);
     return pack;
   }
 };
@@ -256,7 +273,7 @@ __global__ void __launch_bounds__(WordBounds<W, T, Tile>::kThreads, WordBounds<W
   constexpr int N = kWordElements<T>;
   constexpr int kLanes = Tile::kLanes;
   constexpr int kWords = Tile::kWords;
-  constexpr int kSure = kWords - kMaybeWords;
+  constexpr int kSure = Tile::kSure;
   constexpr int kStep = kLanes * N;
 
   const auto [row, live_width, lane, part, parts_of_row, first_col, end] =
@@ -276,17 +293,17 @@ __global__ void __launch_bounds__(WordBounds<W, T, Tile>::kThreads, WordBounds<W
 
   Pack<T, N> words[kWords];
   load_words<Tile>(input, left, words);
-  constexpr int kAhead = Tile::kEager ? kWords : 4;  // with eight: no faster
+  constexpr int kAhead = Tile::kEager || kWords <= 8 ? kWords : 4;  // of 16, eight: no faster
+  using Parameters = LaneParameters<W, kMayBeAbsent<T, Tile>>;
   Affine<W, Norm, N> affine[kAhead];
-  const auto load_affine = [&](const LaneParameters<W>& weight, const LaneParameters<W>& bias,
-                               int i) {
+  const auto load_affine = [&](const Parameters& weight, const Parameters& bias, int i) {
     const bool inside = i < kSure || left > i * kStep;
     affine[i % kAhead].weight = weight.template load<N>(i * kStep, inside, 1);
     if constexpr (Norm::kCentered) {
       affine[i % kAhead].bias = bias.template load<N>(i * kStep, inside, 0);
     }
   };
-  const auto load_first = [&](const LaneParameters<W>& weight, const LaneParameters<W>& bias) {
+  const auto load_first = [&](const Parameters& weight, const Parameters& bias) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       load_affine(weight, bias, i);
@@ -314,8 +331,8 @@ __global__ void __launch_bounds__(WordBounds<W, T, Tile>::kThreads, WordBounds<W
   const bool saves = is_live && lane == 0 && part == 0;
   const Normalizer<A> normalizer =
       normalizer_of<Norm>(args, moments, A(1), inverse_cols, row, saves);
-  const LaneParameters<W> weight(args.weight, first_col);
-  const LaneParameters<W> bias(args.bias, first_col);
+  const Parameters weight(args.weight, first_col);
+  const Parameters bias(args.bias, first_col);
   if constexpr (!Tile::kEager) {
     load_first(weight, bias);
   }

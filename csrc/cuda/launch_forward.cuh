@@ -25,6 +25,12 @@ inline ClusterLayout cluster_layout(std::int64_t parts, std::int64_t rows, std::
   return {ceil_div(parts, cta_parts), cta_parts};
 }
 
+// Whether no parameter is absent, as FullAccess has it.
+template <typename Norm>
+bool has_all(const NormForwardArgs& args) {
+  return args.weight != nullptr && (!Norm::kCentered || args.bias != nullptr);
+}
+
 // Rows too long for registers, one a cluster or, where no cluster can hold one, a CTA.
 template <typename W, typename Norm, typename Source, typename Access>
 void launch_long_rows(const NormForwardArgs& args, std::int64_t vectors, const Queue& queue) {
@@ -53,10 +59,12 @@ void launch_long_rows(const NormForwardArgs& args, std::int64_t vectors, const Q
                args);
 }
 
-// Many rows too long for the registers of a CTA, in those of clusters.
+// Many rows too long for the registers of a CTA, in those of clusters. H200, fp32, LayerNorm, us in
+// turn (launch_pipelined) and so: 271 258 at 8192x16384.
 template <typename W, typename Norm, typename Source, typename Access>
 bool launch_parts(const NormForwardArgs& args, std::int64_t vectors, const Queue& queue) {
-  if constexpr (kClustersTakeTurns<Source, Access> && !Norm::kCentered) {
+  if constexpr (kClustersTakeTurns<Source, Access> &&
+                (!Norm::kCentered || sizeof(typename Source::Element) == 4)) {
     using T = typename Source::Element;
     using A = Accumulator<T>;
     const std::int64_t parts = ceil_div(vectors, kPartVectors);
@@ -68,7 +76,13 @@ bool launch_parts(const NormForwardArgs& args, std::int64_t vectors, const Queue
       return false;
     }
     const std::int64_t warps = ceil_div(parts, ctas * kWarpParts);  // of a CTA
-    queue.launch(norm_forward_parts_kernel<W, Norm, T>,
+    auto kernel = norm_forward_parts_kernel<W, Norm, T, VectorAccess>;
+    if constexpr (!Norm::kCentered) {  // LayerNorm would spill
+      if (vectors == ctas * warps * kWarpParts * kPartVectors && has_all<Norm>(args)) {
+        kernel = norm_forward_parts_kernel<W, Norm, T, FullAccess>;
+      }
+    }
+    queue.launch(kernel,
                  {.grid = static_cast<unsigned>(args.rows * ctas),
                   .block = static_cast<unsigned>(warps * kWarpSize),
                   .shared_bytes = parts * sizeof(WarpMoments<A>),
@@ -99,7 +113,8 @@ bool launch_pipelined(const NormForwardArgs& args, std::int64_t vectors, const Q
     if (parts > most_parts * device.max_cluster) {
       return false;
     }
-    auto [ctas, cta_parts] = cluster_layout(parts, args.rows, most_parts, device);
+    const ClusterLayout layout = cluster_layout(parts, args.rows, most_parts, device);
+    auto ctas = layout.ctas, cta_parts = layout.cta_parts;
     // CTAs of half the size where more than twice as many fit side by side: three of five warps
     // instead of one of ten. H200, bf16, share of the limit at 6553x20480, LayerNorm and RMSNorm:
     // 0.65 0.84, and so 0.85 0.87.
@@ -109,32 +124,42 @@ bool launch_pipelined(const NormForwardArgs& args, std::int64_t vectors, const Q
       ctas *= 2;
       cta_parts = half_parts;
     }
-    const auto kernel = norm_forward_pipelined_kernel<W, Norm, T>;
-    static AttributeOnce most_shared, large;
-    static ActiveClusters active;
-    most_shared.set(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                    most_dynamic_shared(device), device);
-    large.set(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, device);
-    LaunchShape shape{.grid = static_cast<unsigned>(ctas),
-                      .block = kMaxRowThreads,
-                      .shared_bytes = static_cast<std::size_t>(most_dynamic_shared(device)),
-                      .cluster = static_cast<unsigned>(ctas)};
-    // As many clusters as the GPU runs at once, of the largest CTAs or smaller ones side by side.
-    std::int64_t clusters = active.count(queue, kernel, shape) * (kPipelinedParts / cta_parts);
-    if (clusters == 0) {
-      return false;  // a part of a GPU, too small for them
+    const auto launch_with = [&]<typename RowAccess>() {
+      const auto kernel = norm_forward_pipelined_kernel<W, Norm, T, RowAccess>;
+      static AttributeOnce most_shared, large;
+      static ActiveClusters active;
+      most_shared.set(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                      most_dynamic_shared(device), device);
+      large.set(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, device);
+      LaunchShape shape{.grid = static_cast<unsigned>(ctas),
+                        .block = kMaxRowThreads,
+                        .shared_bytes = static_cast<std::size_t>(most_dynamic_shared(device)),
+                        .cluster = static_cast<unsigned>(ctas)};
+      // As many clusters as the GPU runs at once, of the largest CTAs or smaller ones side by side.
+      std::int64_t clusters = active.count(queue, kernel, shape) * (kPipelinedParts / cta_parts);
+      if (clusters == 0) {
+        return false;  // a part of a GPU, too small for them
+      }
+      // Equal shares are done when the slowest is. Small clusters take 16 rows each and make room
+      // for others: 0.88 0.92 of the limit at 4096x32768, RmsNorm. The start of larger ones costs
+      // more than that gains.
+      if (ctas <= 2) {
+        clusters = std::max(clusters, args.rows / 16);
+      }
+      shape.grid.x *= static_cast<unsigned>(std::clamp<std::int64_t>(clusters, 1, args.rows));
+      shape.block.x = static_cast<unsigned>(cta_parts * kWarpSize);
+      shape.shared_bytes = shared_bytes(cta_parts);
+      queue.launch(kernel, shape, args, static_cast<int>(cta_parts));
+      return true;
+    };
+    // H200, bf16, us by VectorAccess and so: RMSNorm 134 131 at 512x262144, but LayerNorm 140 150
+    // at 2048x65536.
+    if constexpr (!Norm::kCentered) {
+      if (vectors == ctas * cta_parts * kPartVectors && has_all<Norm>(args)) {
+        return launch_with.template operator()<FullAccess>();
+      }
     }
-    // Equal shares are done when the slowest is. Small clusters take 16 rows each and make room for
-    // others: 0.88 0.92 of the limit at 4096x32768, RmsNorm. The start of larger ones costs more
-    // than that gains.
-    if (ctas <= 2) {
-      clusters = std::max(clusters, args.rows / 16);
-    }
-    shape.grid.x *= static_cast<unsigned>(std::clamp<std::int64_t>(clusters, 1, args.rows));
-    shape.block.x = static_cast<unsigned>(cta_parts * kWarpSize);
-    shape.shared_bytes = shared_bytes(cta_parts);
-    queue.launch(kernel, shape, args, static_cast<int>(cta_parts));
-    return true;
+    return launch_with.template operator()<VectorAccess>();
   }
   return false;
 }
@@ -161,33 +186,35 @@ bool is_flat(const NormForwardArgs& args) {
 
 // Threads a multiprocessor, of all rows, up to which these are few (EagerTile). H200, bf16, us
 // taken as many and as few: 2.91 1.77 at 1x8192, 3.66 2.45 at 256x4096, 4.36 3.72 at
-// 512x4096, 3.44 3.35 at 2000x1024, 485 threads, but 4.34 5.14 at 4096x768, 993 threads; by
-// pairs 3.51 2.61 at 300x2050, 218 threads, and above 512 not measured.
-template <typename Source>
-constexpr int kEagerThreads =
-    std::is_same_v<Source, PairRows<typename Source::Element>> ? 1536 : 512;
+// 512x4096, 3.44 3.35 at 2000x1024, 485 threads, but 4.34 5.14 at 4096x768, 993 threads.
+constexpr std::int64_t kEagerThreads = 512;
 
 // Whether there is such a tile.
 template <typename Source, typename Access, typename Tile>
 constexpr bool kHasEager = Tile::kLanes == kWarpSize && !Source::kFlexible && !Source::kDrops &&
                            std::is_same_v<Access, VectorAccess>;
 
-// Whether rows are no whole number of vectors, and taken by words of 4 bytes or by pairs of
-// elements, wherever they begin. (Not fp32 of 193 to 256 columns, whose vectors, shifted, fill the
-// lanes: H200, us by words and so, 143 136, 140 131 at 263172x255, LayerNorm and RMSNorm.)
+// Whether there is a kernel with FullAccess for rows that fill this tile, and whether these do.
+template <typename Source, typename Access, typename Tile>
+constexpr bool kHasFull = std::is_same_v<Source, Plain<typename Source::Element>> &&
+                          std::is_same_v<Access, VectorAccess> &&
+                          sizeof(typename Source::Element) <= 4 && Tile::kLanes > 1;
+template <typename Norm, typename Tile>
+bool is_full(const NormForwardArgs& args, std::int64_t vectors, int cta_rows) {
+  return vectors == std::int64_t{row_warps<Tile>(vectors)} * Tile::kLanes * Tile::kVectors &&
+         has_all<Norm>(args) && (!Tile::kOneWarp || args.rows % cta_rows == 0);
+}
+
+// Whether rows are no whole number of vectors, and taken by words of 4 bytes, wherever they begin.
+// H200, us by shifted vectors and so, LayerNorm and RMSNorm: bf16, 169 142, 139 131 at 32776x4095;
+// 165 143, 139 132 at 131200x1023; 81 50, 64 43 at 262144x130; fp32, 135 126, 130 126 at
+// 263172x255. Packs of two elements, of even rows: 155 149, 129 129 at 65472x2050, bf16,
+// but 1.50 1.94 at 64x2050, where they start sooner.
 template <typename T>
 bool is_uneven(const NormForwardArgs& args) {
   const std::int64_t bytes = args.cols * sizeof(T);
-  const bool shifts = sizeof(T) == 4 && args.cols > 192 && args.cols <= 256;
-  return sizeof(T) <= 4 && args.residual.data == nullptr && bytes % kVectorBytes != 0 && !shifts &&
+  return sizeof(T) <= 4 && args.residual.data == nullptr && bytes % kVectorBytes != 0 &&
          bytes > kMinWords * 4 && bytes <= kMaxForwardVectors * kVectorBytes;
-}
-// H200, bf16, us by words and by pairs, LayerNorm and RMSNorm: 158 160, 133 130 at 65472x2050, 158
-// 159, 133 132 at 16384x8196; 1.9 1.5, 1.6 1.3 at 64x2050. By words and by shifted vectors: 142
-// 169, 131 139 at 32776x4095; 143 165, 132 139 at 131200x1023; 50 81, 43 64 at 262144x130.
-template <typename T>
-bool by_pairs(const NormForwardArgs& args) {
-  return args.cols % 2 == 0 && args.cols * sizeof(T) > kMinPairWords * 4;
 }
 
 template <typename T, typename Function>
@@ -211,7 +238,7 @@ void launch_rows(const NormForwardArgs& args, const Queue& queue) {
   const std::int64_t vectors = ceil_div(args.cols, Source::kElements);
   const auto launch_tile = [&]<typename Tile>() {
     const int row_threads = Tile::kLanes * row_warps<Tile>(vectors);
-    if constexpr (Tile::kLanes == kWarpSize && !Source::kFlexible && !kByPairs<Source>) {
+    if constexpr (Tile::kLanes == kWarpSize && !Source::kFlexible) {
       if (in_spread<Tile>(args, vectors, queue.device)) {
         queue.launch(norm_forward_kernel<W, Norm, Source, Access, SpreadTile<Tile::kVectors>>,
                      {static_cast<unsigned>(args.rows), row_threads * Tile::kVectors}, args);
@@ -220,7 +247,14 @@ void launch_rows(const NormForwardArgs& args, const Queue& queue) {
     }
     if constexpr (kIsShort<Source, Access, Tile>) {
       constexpr int kCtaRows = kShortThreads<Tile> / Tile::kLanes * kShortRows;
-      queue.launch(norm_forward_short_kernel<W, Norm, typename Source::Element, Tile>,
+      using T = typename Source::Element;
+      auto kernel = norm_forward_short_kernel<W, Norm, T, VectorAccess, Tile>;
+      if constexpr (kHasFull<Source, Access, Tile>) {
+        if (is_full<Norm, Tile>(args, vectors, kCtaRows)) {
+          kernel = norm_forward_short_kernel<W, Norm, T, FullAccess, Tile>;
+        }
+      }
+      queue.launch(kernel,
                    {static_cast<unsigned>(ceil_div(args.rows, kCtaRows)), kShortThreads<Tile>},
                    args);
     } else {
@@ -231,10 +265,21 @@ void launch_rows(const NormForwardArgs& args, const Queue& queue) {
       const int threads = row_threads <= kWarpSize ? kShared : row_threads;
       const auto grid = static_cast<unsigned>(ceil_div(args.rows, threads / row_threads));
       if constexpr (kHasEager<Source, Access, Tile>) {
-        if (args.rows * row_threads <=
-            std::int64_t{queue.device.multiprocessors} * kEagerThreads<Source>) {
+        if (args.rows * row_threads <= queue.device.multiprocessors * kEagerThreads) {
           using Eager = EagerTile<RowTile<kWarpSize, Tile::kVectors>>;
           queue.launch(norm_forward_kernel<W, Norm, Source, Access, Eager>, {grid, threads}, args);
+          return;
+        }
+      }
+      if constexpr (kHasFull<Source, Access, Tile>) {
+        if (is_full<Norm, Tile>(args, vectors, threads / row_threads)) {
+          auto kernel = norm_forward_kernel<W, Norm, Source, FullAccess, Tile>;
+          if constexpr (Norm::kCentered && std::is_same_v<Tile, RowTile<kWarpSize, 4>>) {
+            if (vectors == kMaxForwardVectors) {
+              kernel = norm_forward_kernel<W, Norm, Source, FullAccess, LongTile>;
+            }
+          }
+          queue.launch(kernel, {grid, threads}, args);
           return;
         }
       }
@@ -244,8 +289,6 @@ void launch_rows(const NormForwardArgs& args, const Queue& queue) {
   constexpr bool kShort = Source::kSplit && !Source::kFlexible;  // at most kMaxSplitBytes
   if constexpr (kShort) {
     with_short_forward_tile(vectors, launch_tile);
-  } else if constexpr (kByPairs<Source>) {
-    with_pair_tile<Source>(vectors, launch_tile);
   } else if (vectors > (Source::kFlexible ? kMaxFlexibleVectors : kMaxForwardVectors)) {
     if (!launch_parts<W, Norm, Source, Access>(args, vectors, queue) &&
         !launch_pipelined<W, Norm, Source, Access>(args, vectors, queue)) {
@@ -264,7 +307,7 @@ template <typename W, typename Norm, typename T>
 void launch_words(const NormForwardArgs& args, const Queue& queue) {
   const std::int64_t words = ceil_div(args.cols * sizeof(T), 4);
   const std::int64_t parts = word_parts(words);
-  with_word_tile(words, [&]<typename Tile>() {
+  with_word_tile<T>(words, [&]<typename Tile>() {
     const int row_threads = Tile::kLanes * static_cast<int>(parts);
     const int threads = row_threads <= kWarpSize ? kWordThreads<Tile> : row_threads;
     const auto launch = [&](auto kernel) {
@@ -272,8 +315,8 @@ void launch_words(const NormForwardArgs& args, const Queue& queue) {
                    {static_cast<unsigned>(ceil_div(args.rows, threads / row_threads)), threads},
                    args, static_cast<int>(words / parts), static_cast<int>(words % parts));
     };
-    if (args.rows * row_threads <=
-        std::int64_t{queue.device.multiprocessors} * kEagerThreads<WordRows<T>>) {
+    const bool few = args.rows * row_threads <= queue.device.multiprocessors * kEagerThreads;
+    if (few || !has_all<Norm>(args)) {
       launch(norm_forward_words_kernel<W, Norm, T, EagerTile<Tile>>);
     } else {
       launch(norm_forward_words_kernel<W, Norm, T, Tile>);
@@ -301,13 +344,7 @@ cudaError_t launch_forward(const NormForwardArgs& args, cudaStream_t stream) {
       });
     } else if (is_uneven<T>(args)) {
       if constexpr (sizeof(T) <= 4) {
-        if (!by_pairs<T>(args)) {
-          launch_words<W, Norm, T>(args, queue);
-        } else if (rows_aligned<2 * sizeof(T), T>(args.cols, {args.input})) {
-          launch_rows<W, Norm, PairRows<T>, VectorAccess>(args, queue);
-        } else {
-          launch_rows<W, Norm, PairRows<T>, HalvesAccess>(args, queue);
-        }
+        launch_words<W, Norm, T>(args, queue);
       }
     } else {
       with_source<T>(args.residual, [&]<typename Source>() {

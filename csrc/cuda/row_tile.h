@@ -50,6 +50,11 @@ constexpr int kSmWarps = 1024 / 32;
 struct LightTile : RowTile<32, 2> {};
 constexpr int kLightThreads = 256;
 
+// RowTile<32, 4> for the longest rows, of which two are on a multiprocessor: weight and bias of one
+// vector ahead, not two. H200, LayerNorm, bf16, us with two and with one: 131.2 129.7 at
+// 8192x16384, but 125.7 126.4 at 16384x8192.
+struct LongTile : RowTile<32, 4> {};
+
 // Forward of few rows: there are registers to spare, but latency counts.
 template <typename Tile>
 struct EagerTile : Tile {
@@ -164,65 +169,57 @@ auto with_forward_tile(std::int64_t vectors, Function&& function) {
   return function.template operator()<RowTile<32, 4>>();
 }
 
-// Forward by words of 4 bytes: a lane has kWords of them, and has all but the last kMaybeWords for
-// sure, so that these alone are compared with the row's end. Longer rows are of several parts of a
-// warp each, which differ in length by one word at most.
-template <int kLanes_, int kWords_>
+// Forward by words of 4 bytes: a lane has kWords of them, and has the first kSure for sure, so that
+// the others alone are compared with the row's end. Longer rows are of several parts of a warp
+// each, which differ in length by one word at most.
+template <int kLanes_, int kWords_, int kSure_ = kWords_ - 4>
 struct WordTile : RowTile<kLanes_, kWords_> {
   static constexpr int kWords = kWords_;
+  static constexpr int kSure = kSure_;
 };
-constexpr int kMaybeWords = 4;
+// Of rows that a warp takes by itself, of 193 to 256 words. H200, fp32, us with <16, 16> and so:
+// 143 126 at 263172x255.
+template <int kWords_>
+struct WarpWordTile : WordTile<32, kWords_, 6> {
+  static constexpr bool kOneWarp = true;
+};
 constexpr std::int64_t kMinWords = 32;  // of a row, are too few
 constexpr std::int64_t kPartWords = 32 * 16;
 constexpr std::int64_t word_parts(std::int64_t words) {
   return (words + kPartWords - 1) / kPartWords;
 }
-template <typename Function>
+template <typename T, typename Function>
 constexpr auto with_word_tile(std::int64_t words, Function&& function) {
   if (words <= 64) return function.template operator()<WordTile<8, 8>>();
   if (words <= 96) return function.template operator()<WordTile<8, 12>>();
   if (words <= 128) return function.template operator()<WordTile<8, 16>>();
   if (words <= 192) return function.template operator()<WordTile<16, 12>>();
-  if (words <= 256) return function.template operator()<WordTile<16, 16>>();
+  if constexpr (sizeof(T) == 4) {
+    if (words <= 224) return function.template operator()<WarpWordTile<7>>();
+    if (words <= 256) return function.template operator()<WarpWordTile<8>>();
+  } else {
+    if (words <= 256) return function.template operator()<WordTile<16, 16>>();
+  }
   if (words <= word_parts(words) * 32 * 12) return function.template operator()<WordTile<32, 12>>();
   return function.template operator()<WordTile<32, 16>>();
 }
 // Whether lanes have what they are sure of, and no word too many: of rows of an odd number of
 // 16-bit elements, half of the last part's last word is missing.
+template <typename T>
 constexpr bool word_tiles_hold() {
   for (std::int64_t words = kMinWords + 1; words <= kMaxForwardVectors * 4; ++words) {
     const std::int64_t parts = word_parts(words);
     const std::int64_t least = words / parts;
     const std::int64_t last = least + (words % parts != 0 ? 1 : 0);
-    const bool holds = with_word_tile(words, [&]<typename Tile>() {
-      constexpr int kSure = Tile::kLanes * (Tile::kWords - kMaybeWords);
+    const bool holds = with_word_tile<T>(words, [&]<typename Tile>() {
+      constexpr int kSure = Tile::kLanes * Tile::kSure;
       return least >= kSure && last - 1 >= kSure && last <= Tile::kLanes * Tile::kWords;
     });
     if (!holds) return false;
   }
   return true;
 }
-static_assert(word_tiles_hold());
-
-// Forward of an even number of columns by pairs of elements, in rows of more than kMinPairWords.
-// Twelve of 16 bits a lane where they make do with as many warps; fewer idle lanes alone, in more
-// warps, gained LayerNorm 2 % at 16384x8196 (bf16), and cost RMSNorm 6 %.
-constexpr std::int64_t kMinPairWords = 256;
-template <typename Source, typename Function>
-auto with_pair_tile(std::int64_t pairs, Function&& function) {
-  if constexpr (sizeof(typename Source::Element) == 4) {
-    // Seven or eight, likewise.
-    if (row_warps<RowTile<32, 7>>(pairs) == row_warps<RowTile<32, 8>>(pairs)) {
-      return function.template operator()<RowTile<32, 7>>();
-    }
-    return function.template operator()<RowTile<32, 8>>();
-  } else {
-    if (row_warps<RowTile<32, 12>>(pairs) == row_warps<RowTile<32, 16>>(pairs)) {
-      return function.template operator()<RowTile<32, 12>>();
-    }
-    return function.template operator()<RowTile<32, 16>>();
-  }
-}
+static_assert(word_tiles_hold<float>() && word_tiles_hold<std::int16_t>());
 
 // Forward and backward of the flexible kernels, by packs of their own length.
 constexpr std::int64_t kMaxFlexibleVectors = kMaxRowThreads * 2;

@@ -136,7 +136,7 @@ __device__ __forceinline__ Pack<T, kVector<T>> load_of_span(const T* elements, i
                                                             int span) {
   constexpr int N = kVector<T>;
   if (first + N <= span) {
-    return KeptAccess::load<N>(elements, first, span);
+    return VectorAccess::load<N>(elements, first, span);
   }
   T values[N];
 #pragma unroll

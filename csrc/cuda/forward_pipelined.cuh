@@ -25,7 +25,7 @@ constexpr std::int64_t pipelined_shared_bytes(std::int64_t row_parts, std::int64
 
 // grid: clusters of as many CTAs as it takes to have cta_parts parts of a row in each; block: a
 // warp for each of them. Dynamic shared memory: pipelined_shared_bytes().
-template <typename W, typename Norm, typename T, typename Access>
+template <typename W, typename Norm, typename T>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
     norm_forward_pipelined_kernel(const __grid_constant__ NormForwardArgs args, int cta_parts) {
 #if __CUDA_ARCH__ >= 900  // never launched before
@@ -64,17 +64,15 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   const std::uint32_t held = shared_address(parts + kPipelinedSlots * row_parts) +
                              (warp * kVectors * kWarpSize + lane) * kVectorBytes;
   const std::uint32_t stage_bytes = cta_parts * kPartVectors * kVectorBytes;
-  // H200, bf16, RMSNorm, us by words and so: 134 131 at 512x262144; LayerNorm has no gain.
-  using Fetch = std::conditional_t<Norm::kCentered, FetchWords, FetchKept>;
   const auto copy = [&](std::int64_t row, int stage) {
     if (row < args.rows) {
       const T* const from = row_of<T>(args.input, row);
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         const int col = Part::col(part, i);
-        if (kIsFull<Access> || col < width) {
-          copy_async<Fetch>(held + stage * stage_bytes + i * kWarpSize * kVectorBytes,
-                            reinterpret_cast<std::uintptr_t>(from + col));
+        if (col < width) {
+          copy_async(held + stage * stage_bytes + i * kWarpSize * kVectorBytes,
+                     reinterpret_cast<std::uintptr_t>(from + col));
         }
       }
     }
@@ -84,20 +82,20 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   for (int stage = 0; stage < kStages; ++stage) {
     copy(first_row + stage * clusters, stage);
   }
-  Affine<W, Norm, N, Access> affine[kVectors];
+  Affine<W, Norm, N> affine[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     affine[i] = {args, Part::col(part, i), width};
   }
   exchange.ready();
-  if (!kIsFull<Access> && part >= row_parts) {  // a warp too many in the last CTA
+  if (part >= row_parts) {  // a warp too many in the last CTA
     return;
   }
 
   const auto vectors_in = [&](int stage) { return HeldVectors<T, N>{held + stage * stage_bytes}; };
   const auto send_moments = [&](unsigned number, int stage) {
     exchange.send(number, part,
-                  part_moments<Norm, Access, Source, A>(vectors_in(stage), part, width));
+                  part_moments<Norm, VectorAccess, Source, A>(vectors_in(stage), part, width));
   };
   __pipeline_wait_prior(kStages - 1);
   send_moments(0, 0);
@@ -122,8 +120,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       const HeldVectors<T, N> vectors = vectors_in(stage);
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
-        Access::store(target, Part::col(part, i), width,
-                      output_of(affine[i], vectors[i], normalizer));
+        VectorAccess::store(target, Part::col(part, i), width,
+                            output_of(affine[i], vectors[i], normalizer));
       }
     }
     copy(row + kStages * clusters, stage);

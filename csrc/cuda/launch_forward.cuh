@@ -113,8 +113,7 @@ bool launch_pipelined(const NormForwardArgs& args, std::int64_t vectors, const Q
     if (parts > most_parts * device.max_cluster) {
       return false;
     }
-    const ClusterLayout layout = cluster_layout(parts, args.rows, most_parts, device);
-    auto ctas = layout.ctas, cta_parts = layout.cta_parts;
+    auto [ctas, cta_parts] = cluster_layout(parts, args.rows, most_parts, device);
     // CTAs of half the size where more than twice as many fit side by side: three of five warps
     // instead of one of ten. H200, bf16, share of the limit at 6553x20480, LayerNorm and RMSNorm:
     // 0.65 0.84, and so 0.85 0.87.
@@ -124,42 +123,32 @@ bool launch_pipelined(const NormForwardArgs& args, std::int64_t vectors, const Q
       ctas *= 2;
       cta_parts = half_parts;
     }
-    const auto launch_with = [&]<typename RowAccess>() {
-      const auto kernel = norm_forward_pipelined_kernel<W, Norm, T, RowAccess>;
-      static AttributeOnce most_shared, large;
-      static ActiveClusters active;
-      most_shared.set(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                      most_dynamic_shared(device), device);
-      large.set(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, device);
-      LaunchShape shape{.grid = static_cast<unsigned>(ctas),
-                        .block = kMaxRowThreads,
-                        .shared_bytes = static_cast<std::size_t>(most_dynamic_shared(device)),
-                        .cluster = static_cast<unsigned>(ctas)};
-      // As many clusters as the GPU runs at once, of the largest CTAs or smaller ones side by side.
-      std::int64_t clusters = active.count(queue, kernel, shape) * (kPipelinedParts / cta_parts);
-      if (clusters == 0) {
-        return false;  // a part of a GPU, too small for them
-      }
-      // Equal shares are done when the slowest is. Small clusters take 16 rows each and make room
-      // for others: 0.88 0.92 of the limit at 4096x32768, RmsNorm. The start of larger ones costs
-      // more than that gains.
-      if (ctas <= 2) {
-        clusters = std::max(clusters, args.rows / 16);
-      }
-      shape.grid.x *= static_cast<unsigned>(std::clamp<std::int64_t>(clusters, 1, args.rows));
-      shape.block.x = static_cast<unsigned>(cta_parts * kWarpSize);
-      shape.shared_bytes = shared_bytes(cta_parts);
-      queue.launch(kernel, shape, args, static_cast<int>(cta_parts));
-      return true;
-    };
-    // H200, bf16, us by VectorAccess and so: RMSNorm 134 131 at 512x262144, but LayerNorm 140 150
-    // at 2048x65536.
-    if constexpr (!Norm::kCentered) {
-      if (vectors == ctas * cta_parts * kPartVectors && has_all<Norm>(args)) {
-        return launch_with.template operator()<FullAccess>();
-      }
+    const auto kernel = norm_forward_pipelined_kernel<W, Norm, T>;
+    static AttributeOnce most_shared, large;
+    static ActiveClusters active;
+    most_shared.set(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                    most_dynamic_shared(device), device);
+    large.set(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, device);
+    LaunchShape shape{.grid = static_cast<unsigned>(ctas),
+                      .block = kMaxRowThreads,
+                      .shared_bytes = static_cast<std::size_t>(most_dynamic_shared(device)),
+                      .cluster = static_cast<unsigned>(ctas)};
+    // As many clusters as the GPU runs at once, of the largest CTAs or smaller ones side by side.
+    std::int64_t clusters = active.count(queue, kernel, shape) * (kPipelinedParts / cta_parts);
+    if (clusters == 0) {
+      return false;  // a part of a GPU, too small for them
     }
-    return launch_with.template operator()<VectorAccess>();
+    // Equal shares are done when the slowest is. Small clusters take 16 rows each and make room for
+    // others: 0.88 0.92 of the limit at 4096x32768, RmsNorm. The start of larger ones costs more
+    // than that gains.
+    if (ctas <= 2) {
+      clusters = std::max(clusters, args.rows / 16);
+    }
+    shape.grid.x *= static_cast<unsigned>(std::clamp<std::int64_t>(clusters, 1, args.rows));
+    shape.block.x = static_cast<unsigned>(cta_parts * kWarpSize);
+    shape.shared_bytes = shared_bytes(cta_parts);
+    queue.launch(kernel, shape, args, static_cast<int>(cta_parts));
+    return true;
   }
   return false;
 }

@@ -20,15 +20,15 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
 // of 128 bytes that they are in.
 struct FetchWords {};
 struct FetchLine {};
-struct FetchKept {};  // the words, which it evicts last
 
 // The policy of what the L2 cache is to evict last: the rows that forward reads. It makes room by
 // writing y to memory then, early and evenly. H200, us without and with it: RMSNorm, bf16, 129.0
 // 125.4 at 16384x8192, 128.1 125.8 at 174762x768; LayerNorm, fp32, 257 250 at 32768x4096, 258 250
-// at 65536x2048. What reads y next is no slower: the same with a copy of y, 657 648 at 32768x4096,
-// fp32, 35.4 35.1 at 4096x4096, bf16, which is no larger than the cache; and a matrix product with
-// y the same within its spread. Evicted first: 258 273 at 32768x4096, fp32; y evicted first or
-// last: 261, 259. Backward, which reads two rows for one, was up to 1 % slower.
+// at 65536x2048. What reads y next is no slower: with a copy of y 657 648 at 32768x4096, fp32, 35.4
+// 35.1 at 4096x4096, bf16, which is no larger than the cache; with a matrix product of y the same,
+// within its spread. Rows evicted first: 258 273 at 32768x4096, fp32; y evicted first, and last:
+// 261, 259. Backward, which reads two rows for one, was up to 1 % slower. Not for cp.async: ptxas
+// 13.0 makes illegal instructions of it in some kernels (desc[UR1], an odd register).
 __device__ __forceinline__ std::uint64_t evict_last() {
   std::uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -41,10 +41,6 @@ __device__ __forceinline__ void copy_async(std::uint32_t to, std::uintptr_t from
 #if __CUDA_ARCH__ >= 800
   if constexpr (std::is_same_v<Fetch, FetchLine>) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
-                 : "memory");
-  } else if constexpr (std::is_same_v<Fetch, FetchKept>) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
-                 "l"(from), "l"(evict_last())
                  : "memory");
   } else {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");

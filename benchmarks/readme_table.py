@@ -24,8 +24,8 @@ from .report import RESULTS, ROOT, SHORT, best_peer
 BLOCK_RESULTS = RESULTS / "block"
 
 _FRACTIONS = (
-    "Fractions are of a device copy (forward), add (backward) or both of the same bytes; 1 is the "
-    "limit."
+    "Fractions are of a device copy (forward), add (backward) or both of the same bytes: 1 is as "
+    "fast as these."
 )
 _NAMES = {
     "f": "forward",

@@ -93,19 +93,14 @@ def test_tables_come_from_the_results(tmp_path: Path) -> None:
 def test_lessons_of_the_compiler_still_hold() -> None:
     """Catches what docs/add_your_own_op.md says of the table, when a new result says otherwise."""
     found = list(docs_table.pairs(json.loads(readme_table.newest().read_text())))
-    near = {  # the share of calls in which the compiler is ahead, or behind by 5 % at most
+    near = {  # the share of calls in which the compiler is behind by 5 % at most
         mode: sum(pair.theirs <= 1.05 * pair.ours for pair in found if pair.mode == mode)
         / sum(pair.mode == mode for pair in found)
         for mode in ("forward", "backward")
     }
-    assert near["forward"] > 0.2, "the compiler is no longer there already in forward"
+    assert near["forward"] > 0.2, "the compiler is no longer nearly there in forward"
     assert near["backward"] < near["forward"] / 2, "backward is no longer where a kernel pays"
-    losses = [pair for pair in found if pair.is_loss]
-    assert losses, "the compiler wins nowhere"
-    assert all(pair.mode != "backward" for pair in losses), "backward is lost somewhere"
-    assert max(pair.ours / pair.theirs for pair in losses) < 1.05, "more than 5 % is lost somewhere"
-    rows = [int(pair.call.split()[-3]) for pair in losses]
-    assert min(rows) > 1000, "few rows are lost somewhere"
+    assert not any(pair.is_loss for pair in found), "the compiler is ahead somewhere"
 
 
 def gpus() -> list[tuple[str, str, str]]:

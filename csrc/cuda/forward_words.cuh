@@ -164,7 +164,7 @@ __device__ __forceinline__ void load_words(const T* row, int left,
   for (int i = 0; i <= kLast; ++i) {
     words[i] = {};
     const bool inside = i < Tile::kSure || left + apart > i * kStep;
-    if constexpr (sizeof(T) == kWordBytes) {
+    if constexpr (sizeof(T) == kWordBytes) {  // 16-bit rows gain nothing by it
       load_kept_if<1>(inside, from + i * kStep, words[i].words);
     } else {
       load_if<1>(inside, from + i * kStep, words[i].words);

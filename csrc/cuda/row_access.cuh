@@ -248,12 +248,8 @@ struct KeptAccess : VectorAccess {
   template <int N, typename T, typename Col>
   __device__ __forceinline__ static Pack<T, N> load(const T* row, Col col, Col width) {
     Pack<T, N> pack{};
-    constexpr int kParts = N / kVector<T>;
-    static_assert(N % kVector<T> == 0);
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      load_kept_if(col < width, row + col + part * kVector<T>, pack.words + 4 * part);
-    }
+    static_assert(sizeof(pack) == kVectorBytes);
+    load_kept_if(col < width, row + col, pack.words);
     return pack;
   }
 };

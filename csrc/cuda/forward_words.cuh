@@ -243,7 +243,7 @@ constexpr bool kMayBeAbsent =
     Tile::kEager || (sizeof(T) == 2 && !Tile::kOneWarp && Tile::kWords == 16);
 
 // Weight or bias from a lane's first column on; never read where absent.
-template <typename W, bool kMayBeAbsent>
+template <typename W, typename T, typename Tile>
 struct LaneParameters {
   const W* from;
   bool present;
@@ -255,10 +255,10 @@ struct LaneParameters {
   template <int N>
   __device__ __forceinline__ Pack<W, N> load(int offset, bool inside, float absent) const {
     Pack<W, N> pack{};
-    if constexpr (kMayBeAbsent) {
+    if constexpr (kMayBeAbsent<T, Tile>) {
       pack = filled<W, N>(absent);
     }
-    const bool wanted = inside && (!kMayBeAbsent || present);
+    const bool wanted = inside && (!kMayBeAbsent<T, Tile> || present);
     load_if<sizeof(pack) / 4>(wanted, from + offset, pack.words);
     return pack;
   }
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(WordBounds<W, T, Tile>::kThreads, WordBounds<W
   Pack<T, N> words[kWords];
   load_words<Tile>(input, left, words);
   constexpr int kAhead = Tile::kEager || kWords <= 8 ? kWords : 4;  // of 16, eight: no faster
-  using Parameters = LaneParameters<W, kMayBeAbsent<T, Tile>>;
+  using Parameters = LaneParameters<W, T, Tile>;
   Affine<W, Norm, N> affine[kAhead];
   const auto load_affine = [&](const Parameters& weight, const Parameters& bias, int i) {
     const bool inside = i < kSure || left > i * kStep;

@@ -1,6 +1,7 @@
 // The kernels, in reading order:
 //
 //   dependent_launch.cuh how a kernel is launched, and waits for those before it
+//   memory.cuh           the instructions by which words are read and written
 //   row_access.cuh       how packs of a row are read and written
 //   word_access.cuh      the same by words, for the backward of odd rows
 //   row_tile.h           how a row is laid over threads, and which row length gets which layout

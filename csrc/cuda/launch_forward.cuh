@@ -305,7 +305,7 @@ void launch_words(const NormForwardArgs& args, const Queue& queue) {
                    args, static_cast<int>(words / parts), static_cast<int>(words % parts));
     };
     const bool few = args.rows * row_threads <= queue.device.multiprocessors * kEagerThreads;
-    if (few || !has_all<Norm>(args)) {
+    if (few || !has_all<Norm>(args)) {  // EagerTile has defaults for what is absent
       launch(norm_forward_words_kernel<W, Norm, T, EagerTile<Tile>>);
     } else {
       launch(norm_forward_words_kernel<W, Norm, T, Tile>);

@@ -1,0 +1,189 @@
+// How words move between memory and registers: the instructions that CUDA C++ has no name for, or
+// that the compiler would take apart. Torch-free.
+#pragma once
+
+#include <type_traits>
+
+#include "core/pack.h"
+
+namespace fused_op::cuda {
+
+// An address in shared memory, opaque, so that it stays in its register: the compiler would make it
+// anew, in five instructions, for each copy.
+__device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
+  auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
+  asm volatile("" : "+r"(address));
+  return address;
+}
+// What the L2 cache is to fetch of global memory: the words that are asked for, or the whole line
+// of 128 bytes that they are in.
+struct FetchWords {};
+struct FetchLine {};
+
+// The policy of what the L2 cache is to evict last: the rows that forward reads. A row is read
+// once; likely it gains by y, which has to be written to memory and leaves the cache sooner and
+// more evenly. H200, us without and with it: RMSNorm, bf16, 129.0 125.4 at 16384x8192, 128.1 125.8
+// at 174762x768; LayerNorm, fp32, 257 250 at 32768x4096, 258 250 at 65536x2048. Rows evicted first:
+// 258 273 at 32768x4096, fp32; y evicted first, and last: 261, 259. Backward, which reads two rows
+// for one, was up to 1 % slower. Does what reads y next pay for it? Together with a copy of y,
+// kernels that did the same beside this library: 657 648 at 32768x4096, fp32, 35.4 35.1 at
+// 4096x4096, bf16, no larger than the cache; kernels of this library before FullAccess, which were
+// slower by themselves in bf16: 36.8 37.1 at 4096x4096, bf16. With a matrix product of y no
+// difference beyond its spread of some 3 %. Not for cp.async: ptxas 13.0 makes illegal instructions
+// of it in some kernels (desc[UR1], an odd register).
+__device__ __forceinline__ std::uint64_t evict_last() {
+  std::uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+// Copies 16 bytes past the L1 cache; __pipeline_commit and __pipeline_wait_prior count them. Before
+// sm_80 the thread copies them itself.
+template <typename Fetch = FetchWords>
+__device__ __forceinline__ void copy_async(std::uint32_t to, std::uintptr_t from) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (std::is_same_v<Fetch, FetchLine>) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  }
+#else
+  *static_cast<uint4*>(__cvta_shared_to_generic(to)) = *reinterpret_cast<const uint4*>(from);
+#endif
+}
+
+// 16 bytes of shared memory.
+__device__ __forceinline__ void load_shared(std::uint32_t address, std::uint32_t* words) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared(std::uint32_t address, const std::uint32_t* words) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
+// Words of global memory, 16 bytes or as many, where `wanted`; else `words` stay. One predicated
+// instruction: of loads in branches of their own, each would be waited for before the next is
+// issued.
+template <int kWords = 4>
+__device__ __forceinline__ void load_if(bool wanted, const void* address, std::uint32_t* words) {
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
+  if constexpr (kWords == 1) {
+    asm volatile(
+        "{\n"
+        "  .reg .pred wanted;\n"
+        "  setp.ne.b32 wanted, %2, 0;\n"
+        "  @wanted ld.global.b32 %0, [%1];\n"
+        "}"
+        : "+r"(words[0])
+        : "l"(address), "r"(static_cast<int>(wanted))
+        : "memory");
+  } else if constexpr (kWords == 2) {
+    asm volatile(
+        "{\n"
+        "  .reg .pred wanted;\n"
+        "  setp.ne.b32 wanted, %3, 0;\n"
+        "  @wanted ld.global.v2.b32 {%0, %1}, [%2];\n"
+        "}"
+        : "+r"(words[0]), "+r"(words[1])
+        : "l"(address), "r"(static_cast<int>(wanted))
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n"
+        "  .reg .pred wanted;\n"
+        "  setp.ne.b32 wanted, %5, 0;\n"
+        "  @wanted ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+        "}"
+        : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+        : "l"(address), "r"(static_cast<int>(wanted))
+        : "memory");
+  }
+}
+
+// load_if with that policy.
+template <int kWords = 4>
+__device__ __forceinline__ void load_kept_if(bool wanted, const void* address,
+                                             std::uint32_t* words) {
+#if __CUDA_ARCH__ >= 800
+  static_assert(kWords == 1 || kWords == 4);
+  if constexpr (kWords == 1) {
+    asm volatile(
+        "{\n"
+        "  .reg .pred wanted;\n"
+        "  setp.ne.b32 wanted, %2, 0;\n"
+        "  @wanted ld.global.L2::cache_hint.b32 %0, [%1], %3;\n"
+        "}"
+        : "+r"(words[0])
+        : "l"(address), "r"(static_cast<int>(wanted)), "l"(evict_last())
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n"
+        "  .reg .pred wanted;\n"
+        "  setp.ne.b32 wanted, %5, 0;\n"
+        "  @wanted ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %6;\n"
+        "}"
+        : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+        : "l"(address), "r"(static_cast<int>(wanted)), "l"(evict_last())
+        : "memory");
+  }
+#else
+  load_if<kWords>(wanted, address, words);
+#endif
+}
+// The same of a vector that is wanted. (load_kept_if with a constant made other machine code of
+// four kernels in bf16.)
+__device__ __forceinline__ void load_kept(const void* address, std::uint32_t* words) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "l"(address), "l"(evict_last())
+               : "memory");
+#else
+  load_if(true, address, words);
+#endif
+}
+
+// A word to global memory, or the four of 16 bytes, where `wanted`, in one predicated instruction:
+// a branch takes four, and in a loop over rows the compiler may take a vector apart.
+template <int kWords = 4>
+__device__ __forceinline__ void store_if(bool wanted, void* address, const std::uint32_t* words) {
+  static_assert(kWords == 1 || kWords == 4);
+  if constexpr (kWords == 1) {
+    asm volatile(
+        "{\n"
+        "  .reg .pred wanted;\n"
+        "  setp.ne.b32 wanted, %0, 0;\n"
+        "  @wanted st.global.b32 [%1], %2;\n"
+        "}" ::"r"(static_cast<int>(wanted)),
+        "l"(address), "r"(words[0])
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n"
+        "  .reg .pred wanted;\n"
+        "  setp.ne.b32 wanted, %5, 0;\n"
+        "  @wanted st.global.v4.b32 [%0], {%1, %2, %3, %4};\n"
+        "}"
+        :
+        : "l"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]),
+          "r"(static_cast<int>(wanted))
+        : "memory");
+  }
+}
+// A pack of whole vectors.
+template <typename T, int N>
+__device__ __forceinline__ void store_pack_if(bool wanted, T* address, const Pack<T, N>& pack) {
+  static_assert(sizeof(pack) % kVectorBytes == 0);
+#pragma unroll
+  for (int i = 0; i < N / kVector<T>; ++i) {
+    store_if(wanted, address + i * kVector<T>, pack.words + 4 * i);
+  }
+}
+
+}  // namespace fused_op::cuda

@@ -36,7 +36,7 @@ SHAPES = (
 # More than sixteen rows for each of 150 multiprocessors: backward has three in flight, not two.
 MANY_ROWS = (2432, 1024)
 MANY_WIDE_ROWS = (2432, 1536)  # the same with three vectors a lane
-IN_TURN = (40, 16385)  # clusters of nine CTAs that take rows in turn
+IN_TURN = (64, 16385)  # large clusters that take many rows in turn
 LARGE_CLUSTERS = (16385, 24577)  # vectors of rows that take clusters of more than eight CTAs
 WORDS = (100, 250, 350, 511, 1101, 2501, 2502)  # of 4 bytes, of rows that are not whole vectors
 # Forward takes few rows in other tiles than many, and one warp's rows several to a CTA.
@@ -51,7 +51,7 @@ FULL = (
     *((2432, vectors) for vectors in (128, 256, 640)),
     (272, 2048),
     (304, 4096),
-    (40, 16384),
+    (136, 16384),
 )
 UNFILLED = (2432, 320)  # as many that do not
 

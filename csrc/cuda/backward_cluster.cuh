@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   const int width = static_cast<int>(args.cols);
   const A inverse_cols = reciprocal(static_cast<A>(width));
   const auto col_of = [&](int i) { return ((i * ctas + rank) * kMaxRowThreads + thread) * N; };
+  const int vector_step = ctas * kMaxRowThreads * kVectorBytes;  // from a vector to the next
 
   const ClusterExchange<PullbackSums<A>, kSlots> exchange{
       piece_sums, arrivals, ctas, ctas, cluster_rows(args.rows, first_row, clusters)};
@@ -82,11 +83,13 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
       const T* const rows[2] = {row_of<T>(args.x, row), row_of<T>(args.grad_output, row)};
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
+        std::uintptr_t from = global_address(rows[s] + col_of(0));
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
           if (col_of(i) < width) {
-            copy_async(block(stage, s, i), reinterpret_cast<std::uintptr_t>(rows[s] + col_of(i)));
+            copy_async(block(stage, s, i), from);
           }
+          from += vector_step;
         }
       }
     }
@@ -176,7 +179,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     }
     if (args.grad_input.data != nullptr) {
       const Pullback<Norm, A> pullback(sums, here, inverse_cols);
-      T* const dx = static_cast<T*>(args.grad_input.data) + row * args.cols;
+      std::uintptr_t dx =
+          global_address(static_cast<T*>(args.grad_input.data) + row * args.cols + col_of(0));
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         if (col_of(i) < width) {
@@ -186,8 +190,9 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
           for (int j = 0; j < N; ++j) {
             xhat[j] = pullback(wdy[j], xhat[j]);
           }
-          VectorAccess::store(dx, col_of(i), width, pack_from<T, N>(xhat));
+          store_if(true, reinterpret_cast<void*>(dx), pack_from<T, N>(xhat).words);
         }
+        dx += vector_step;
       }
     }
     copy(row + kStages * clusters, stage);

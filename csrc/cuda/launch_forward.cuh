@@ -93,6 +93,17 @@ bool launch_parts(const NormForwardArgs& args, std::int64_t vectors, const Queue
   return false;
 }
 
+// norm_forward_pipelined_kernel, ready for clusters of any size on this device.
+template <typename Copy, typename W, typename Norm, typename T>
+auto pipelined_kernel(const DeviceInfo& device) {
+  const auto kernel = norm_forward_pipelined_kernel<W, Norm, T, Copy>;
+  static AttributeOnce most_shared, large;
+  most_shared.set(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_dynamic_shared(device),
+                  device);
+  large.set(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, device);
+  return kernel;
+}
+
 // Rows too long for registers, in turn, where clusters can hold them. H200, bf16, share of the
 // limit with a cluster a row, LayerNorm and RmsNorm, and so: 0.79 0.90, 0.89 0.92 at 4096x32768;
 // 0.76 0.89, 0.84 0.88 at 2048x65536; 0.73 0.88, 0.81 0.91 at 1024x131072; 0.65 0.83, 0.69 0.92 at
@@ -104,12 +115,13 @@ bool launch_pipelined(const NormForwardArgs& args, std::int64_t vectors, const Q
     using A = Accumulator<T>;
     const DeviceInfo& device = queue.device;
     const std::int64_t parts = ceil_div(vectors, kPartVectors);
-    const auto shared_bytes = [&](std::int64_t cta_parts) {
-      return pipelined_shared_bytes<A>(parts, cta_parts);
+    const auto shared_bytes = [&]<typename Copy>(std::int64_t cta_parts, Copy) {
+      return pipelined_shared_bytes<A>(parts, cta_parts, Copy::template kStages<Norm>);
     };
-    const std::int64_t room = most_dynamic_shared(device) - shared_bytes(0);
+    const std::int64_t least = shared_bytes(0, CopyByThread{});
     const std::int64_t most_parts =
-        std::min(std::int64_t{kPipelinedParts}, room / (shared_bytes(1) - shared_bytes(0)));
+        std::min(std::int64_t{kPipelinedParts},
+                 (most_dynamic_shared(device) - least) / (shared_bytes(1, CopyByThread{}) - least));
     if (parts > most_parts * device.max_cluster) {
       return false;
     }
@@ -122,31 +134,41 @@ bool launch_pipelined(const NormForwardArgs& args, std::int64_t vectors, const Q
         kPipelinedParts / half_parts > 2 * (kPipelinedParts / cta_parts)) {
       ctas *= 2;
       cta_parts = half_parts;
+    } else if (ctas > 8) {
+      // Of nine CTAs there is room for as many clusters as of sixteen, or hardly more: H200, bf16,
+      // LayerNorm, us, 222 194 with ten CTAs and with sixteen at 819x163840, 191 168 with twelve at
+      // 682x196608.
+      cta_parts = ceil_div(parts, std::int64_t{device.max_cluster});
+      ctas = ceil_div(parts, cta_parts);
     }
-    const auto kernel = norm_forward_pipelined_kernel<W, Norm, T>;
-    static AttributeOnce most_shared, large;
-    static ActiveClusters active;
-    most_shared.set(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                    most_dynamic_shared(device), device);
-    large.set(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, device);
     LaunchShape shape{.grid = static_cast<unsigned>(ctas),
                       .block = kMaxRowThreads,
                       .shared_bytes = static_cast<std::size_t>(most_dynamic_shared(device)),
                       .cluster = static_cast<unsigned>(ctas)};
     // As many clusters as the GPU runs at once, of the largest CTAs or smaller ones side by side.
-    std::int64_t clusters = active.count(queue, kernel, shape) * (kPipelinedParts / cta_parts);
+    static ActiveClusters active;
+    auto kernel = pipelined_kernel<CopyByThread, W, Norm, T>(device);
+    const std::int64_t side_by_side = kPipelinedParts / cta_parts;
+    std::int64_t clusters = active.count(queue, kernel, shape) * side_by_side;
     if (clusters == 0) {
       return false;  // a part of a GPU, too small for them
     }
-    // Equal shares are done when the slowest is. Small clusters take 16 rows each and make room for
-    // others: 0.88 0.92 of the limit at 4096x32768, RmsNorm. The start of larger ones costs more
-    // than that gains.
-    if (ctas <= 2) {
-      clusters = std::max(clusters, args.rows / 16);
+    shape.shared_bytes = shared_bytes(cta_parts, CopyByThread{});
+    constexpr int kBulkTurns = 8;
+    const std::int64_t bulk_bytes = shared_bytes(cta_parts, CopyInBulk{});
+    if (side_by_side == 1 && args.rows > clusters * kBulkTurns &&
+        bulk_bytes <= most_dynamic_shared(device)) {
+      kernel = pipelined_kernel<CopyInBulk, W, Norm, T>(device);
+      shape.shared_bytes = bulk_bytes;
     }
-    shape.grid.x *= static_cast<unsigned>(std::clamp<std::int64_t>(clusters, 1, args.rows));
+    // The largest CTAs in two waves, of which one begins where the other ends. H200, LayerNorm,
+    // bf16, us without and with it: 141 134 at 4096x32768, 261 254 at 8000x32768; but 130 136 at
+    // 5461x24576, by CTAs of twelve warps, and 34 39 at 1000x32768.
+    if (ctas <= 2 && cta_parts == kPipelinedParts && args.rows >= clusters * 32) {
+      clusters = ceil_div(args.rows, ceil_div(args.rows, 2 * clusters));
+    }
+    shape.grid.x *= static_cast<unsigned>(std::min(clusters, args.rows));
     shape.block.x = static_cast<unsigned>(cta_parts * kWarpSize);
-    shape.shared_bytes = shared_bytes(cta_parts);
     queue.launch(kernel, shape, args, static_cast<int>(cta_parts));
     return true;
   }
@@ -264,7 +286,7 @@ void launch_rows(const NormForwardArgs& args, const Queue& queue) {
         if (is_full<Norm, Tile>(args, vectors, threads / row_threads)) {
           auto kernel = norm_forward_kernel<W, Norm, Source, FullAccess, Tile>;
           if constexpr (Norm::kCentered && std::is_same_v<Tile, RowTile<kWarpSize, 4>>) {
-            if (vectors == kMaxForwardVectors) {
+            if (vectors > kMaxForwardVectors * 3 / 4) {
               kernel = norm_forward_kernel<W, Norm, Source, FullAccess, LongTile>;
             }
           }

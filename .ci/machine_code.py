@@ -30,14 +30,10 @@ def find_cuobjdump() -> str:
 
 
 def faults_of(file: str) -> list[str]:
-    """The functions of the file with such an instruction; nothing to look at is a fault too."""
+    """A line for each such instruction in the file; nothing to look at is a fault too."""
     function, functions, descriptors, faults = "", 0, 0, []
-    with subprocess.Popen(
-        [find_cuobjdump(), "-sass", file],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # a warning for each of its functions
-        text=True,
-    ) as dump:
+    command = [find_cuobjdump(), "-sass", file]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as dump:
         for line in dump.stdout:
             if match := FUNCTION.search(line):
                 function = match[1]

@@ -10,6 +10,20 @@
 
 namespace fused_op::cuda {
 
+// Barriers in shared memory (mbarrier). Each opens when as many bytes have been written that signal
+// it as expect_bytes() announced, its one arrival. A thread makes its barriers and publishes them
+// before any other thread uses them.
+__device__ __forceinline__ void make_barrier(std::uint32_t barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void expect_bytes(std::uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
 #if __CUDA_ARCH__ >= 900
 
 __device__ __forceinline__ unsigned cluster_size() {
@@ -61,10 +75,9 @@ struct ClusterExchange {
     if (threadIdx.x == 0) {
 #pragma unroll
       for (int slot = 0; slot < kSlots; ++slot) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(arrivals + slot))
-                     : "memory");
+        make_barrier(shared_address(arrivals + slot));
       }
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      publish_barriers();
     }
     __syncwarp();
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -130,10 +143,8 @@ struct ClusterExchange {
   }
   __device__ __forceinline__ void expect(unsigned row) const {
     if (row < rows) {
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                       shared_address(arrivals + row % kSlots)),
-                   "r"(per_row * static_cast<int>(sizeof(Value)))
-                   : "memory");
+      expect_bytes(shared_address(arrivals + row % kSlots),
+                   per_row * static_cast<int>(sizeof(Value)));
     }
   }
 };

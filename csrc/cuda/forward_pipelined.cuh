@@ -73,10 +73,9 @@ struct CopyInBulk {
     if (threadIdx.x % kWarpSize == 0) {
 #pragma unroll
       for (int stage = 0; stage < kStages<Norm>; ++stage) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(copies.arrival(stage))
-                     : "memory");
+        make_barrier(copies.arrival(stage));
       }
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      publish_barriers();
     }
     return copies;
   }
@@ -86,9 +85,7 @@ struct CopyInBulk {
     __syncwarp();  // all lanes have read what is overwritten now
     if (threadIdx.x % kWarpSize == 0 && left > 0) {
       const int bytes = min(left, kPartVectors * kVectorBytes);
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrival(stage)),
-                   "r"(bytes)
-                   : "memory");
+      expect_bytes(arrival(stage), bytes);
       asm volatile(
           "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
           "[%1], %2, [%3], %4;" ::"r"(to),
@@ -97,7 +94,8 @@ struct CopyInBulk {
     }
   }
   __device__ __forceinline__ void commit() const {}
-  // The stage was filled an even (0) or odd (1) number of times before.
+  // The stage was filled an even (0) or odd (1) number of times before. (ClusterExchange waits with
+  // the scope of the cluster: there other CTAs write what arrives.)
   template <int kLater>
   __device__ __forceinline__ void await(int stage, unsigned times) const {
     asm volatile(
@@ -137,6 +135,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   const int width = static_cast<int>(args.cols);
   const int row_parts = Part::count(width);
   const int part = static_cast<int>(cluster_rank()) * cta_parts + warp;
+  // Computed where it is used: in a register of its own it makes LayerNorm spill.
   const auto first_col = [&] { return Part::col(part, 0); };
   const A cols = static_cast<A>(width);
   const A inverse_cols = reciprocal(cols);

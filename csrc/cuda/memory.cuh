@@ -31,15 +31,14 @@ struct FetchLine {};
 
 // The policy of what the L2 cache is to evict last: the rows that forward reads. A row is read
 // once; likely it gains by y, which has to be written to memory and leaves the cache sooner and
-// more evenly. H200, us without and with it: RMSNorm, bf16, 129.0 125.4 at 16384x8192, 128.1 125.8
-// at 174762x768; LayerNorm, fp32, 257 250 at 32768x4096, 258 250 at 65536x2048. Rows evicted first:
-// 258 273 at 32768x4096, fp32; y evicted first, and last: 261, 259. Backward, which reads two rows
-// for one, was up to 1 % slower. Does what reads y next pay for it? Together with a copy of y,
-// kernels that did the same beside this library: 657 648 at 32768x4096, fp32, 35.4 35.1 at
-// 4096x4096, bf16, no larger than the cache; kernels of this library before FullAccess, which were
-// slower by themselves in bf16: 36.8 37.1 at 4096x4096, bf16. With a matrix product of y no
-// difference beyond its spread of some 3 %. Not for cp.async: ptxas 13.0 makes illegal instructions
-// of it in some kernels (desc[UR1], an odd register); bulk copies have it (forward_pipelined.cuh).
+// more evenly. H200, us with evict_normal instead and so: LayerNorm, bf16, 129.1 125.0 at
+// 32768x4096, 17.9 17.2 at 4096x4096, 9.9 9.7 at 2048x4096; fp32, 257 248 at 32768x4096; RMSNorm,
+// bf16, 129.2 125.0 at 16384x8192. What reads y next does not pay for it. Together with a copy of
+// y, in the same order: 257.8 254.5, 35.7 35.4, 18.9 18.7; 647 638; 257.0 253.9. With a matrix
+// product, LayerNorm at 4096x4096: 220.9 221.0. Rows evicted first: 258 273 at 32768x4096, fp32; y
+// evicted first, and last: 261, 259. Backward, which reads two rows for one, was up to 1 % slower.
+// Not for cp.async: ptxas 13.0 makes illegal instructions of it in some kernels (desc[UR1], an odd
+// register); bulk copies have it (forward_pipelined.cuh).
 __device__ __forceinline__ std::uint64_t evict_last() {
   std::uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));

@@ -68,7 +68,6 @@ class Run:
     """A model in training, with what has been seen of it so far."""
 
     forward: Callable[[Tensor], Tensor]
-    parameters: list[Tensor]
     optimizer: torch.optim.Optimizer
     reverse: bool = False
     losses: list[Tensor] = field(default_factory=list)
@@ -78,14 +77,14 @@ class Run:
     def step(self, batch: Tensor, rate: float) -> None:
         device = batch.device
         begin = mark(device)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        (group,) = self.optimizer.param_groups
+        group["lr"] = rate
         batch = batch.flip(0) if self.reverse else batch
         with torch.autocast(device.type, torch.bfloat16):
             logits = self.forward(batch[:, :-1])
         loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
-        nn.utils.clip_grad_norm_(self.parameters, MOST_NORM)
+        nn.utils.clip_grad_norm_(group["params"], MOST_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.marks.append((begin, mark(device)))
@@ -126,7 +125,6 @@ def make_runs(size: Size, device: torch.device, options: argparse.Namespace) -> 
     return {
         name: Run(
             torch.compile(model, dynamic=False) if options.compile else model,
-            list(model.parameters()),
             torch.optim.AdamW(model.parameters(), betas=BETAS, fused=True),
             reverse=name == REVERSED,
         )

@@ -38,7 +38,8 @@ MANY_ROWS = (2432, 1024)
 MANY_WIDE_ROWS = (2432, 1536)  # the same with three vectors a lane
 IN_TURN = (64, 16385)  # large clusters that take many rows in turn
 LARGE_CLUSTERS = (16385, 24577)  # vectors of rows that take clusters of more than eight CTAs
-WORDS = (100, 250, 350, 511, 1101, 2501, 2502)  # of 4 bytes, of rows that are not whole vectors
+# Words of 4 bytes, of rows that are not whole vectors.
+WORDS = (100, 250, 350, 511, 1101, 2501, 2502, 6250)
 # Forward takes few rows in other tiles than many, and one warp's rows several to a CTA.
 MANY_WORDS = (1101, 1700, 2501, 2502)
 # Words of the rows of an odd number of elements, and how many of such rows are many: they share a

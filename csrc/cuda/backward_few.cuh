@@ -41,19 +41,29 @@ __device__ __forceinline__ void few_rows_dx(const NormBackwardArgs& args, std::i
   const T* const x_row = row_of<T>(args.x, row);
   const T* const dy_row = row_of<T>(args.grad_output, row);
   constexpr bool kAdds = Source::kGradStreams == 3;
-  constexpr bool kSumAhead = kAdds && !Access::kSharesBlocks;  // there, registers are short
+  // Lanes that share blocks have no registers for it before the products are made.
+  constexpr bool kSumAhead = kAdds && !Access::kSharesBlocks;
   const auto load_sum = [&](int i) {
     return Access::template load<N>(row_of<T>(args.grad_sum, row), col_of(i),
                                     width_at(i, live_width));
   };
-  Pack<T, N> x[kVectors], dy[kVectors], sum[kSumAhead ? kVectors : 1];
-  Pack<W, N> weight[kVectors];
+  using WeightPack = Pack<W, N>;
+  const auto load_weight = [&](int i) -> WeightPack {
+    return lane_weight<W, T, N, Access>(args, col_of(i), width_at(i, width));
+  };
+  // Four vectors by words have none for a weight wider than the rows either.
+  constexpr bool kWeightAhead =
+      Access::kShifts || !Access::kSharesBlocks || kVectors == 2 || sizeof(W) <= sizeof(T);
+  Pack<T, N> x[kVectors], dy[kVectors], sum[kAdds ? kVectors : 1];
+  WeightPack weight[kWeightAhead ? kVectors : 1];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int live = width_at(i, live_width);
     x[i] = Access::template load<N>(x_row, col_of(i), live);
     dy[i] = Access::template load<N>(dy_row, col_of(i), live);
-    weight[i] = lane_weight<W, T, N, Access>(args, col_of(i), width_at(i, width));
+    if constexpr (kWeightAhead) {
+      weight[i] = load_weight(i);
+    }
     if constexpr (kSumAhead) {
       sum[i] = load_sum(i);
     }
@@ -71,7 +81,7 @@ __device__ __forceinline__ void few_rows_dx(const NormBackwardArgs& args, std::i
     A gradient[N];
     unpack(x[i], xhat[i]);
     unpack(dy[i], gradient);
-    unpack(weight[i], wdy[i]);
+    unpack(kWeightAhead ? weight[kWeightAhead ? i : 0] : load_weight(i), wdy[i]);
     if (Access::kSharesBlocks ? i < per_lane : col_of(i) < live) {
 #pragma unroll
       for (int j = 0; j < N; ++j) {
@@ -81,6 +91,12 @@ __device__ __forceinline__ void few_rows_dx(const NormBackwardArgs& args, std::i
       }
     }
   }
+  if constexpr (kAdds && !kSumAhead) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      sum[i] = load_sum(i);
+    }
+  }
   const int team = threadIdx.y;
   sums = row_sum<Norm, kWarpSize, kMaxBackwardWarps>(sums, parts + team * warps, team, warp, warps);
   const Pullback<Norm, A> pullback(sums, normalizer, reciprocal(static_cast<A>(width)));
@@ -88,7 +104,7 @@ __device__ __forceinline__ void few_rows_dx(const NormBackwardArgs& args, std::i
   for (int i = 0; i < kVectors; ++i) {
     A residual[N];
     if constexpr (kAdds) {
-      unpack(kSumAhead ? sum[kSumAhead ? i : 0] : load_sum(i), residual);
+      unpack(sum[i], residual);
     }
 #pragma unroll
     for (int j = 0; j < N; ++j) {

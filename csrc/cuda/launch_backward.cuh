@@ -94,10 +94,10 @@ int best_threads(const NormBackwardArgs& args, int row_threads, int most_threads
 }
 
 // The fields of norm_backward_kernel.
-template <typename W, typename Source, typename Access, typename Tile>
+template <typename W, typename Norm, typename Source, typename Access, typename Tile>
 void plan_rows(BackwardPlan& plan, const NormBackwardArgs& args, const DeviceInfo& device,
                int most_threads) {
-  using Layout = BackwardLayout<W, Source, Access, Tile>;
+  using Layout = BackwardLayout<W, Norm, Source, Access, Tile>;
   plan.path = BackwardPath::kRows;
   // One CTA where it holds all rows, and needs no partial sums then. Else a CTA for every
   // multiprocessor comes first, and then as many rows side by side as it holds.
@@ -125,7 +125,7 @@ template <typename W, typename Norm, typename Source, typename Access, typename 
 BackwardPlan plan_backward(const NormBackwardArgs& args, const Queue& queue) {
   using T = typename Source::Element;
   using A = Accumulator<T>;
-  using Layout = BackwardLayout<W, Source, Access, Tile>;
+  using Layout = BackwardLayout<W, Norm, Source, Access, Tile>;
   const DeviceInfo& device = queue.device;
   const std::int64_t vectors = ceil_div(args.cols, Source::kElements);
   BackwardPlan plan{.path = BackwardPath::kColumns};
@@ -141,7 +141,7 @@ BackwardPlan plan_backward(const NormBackwardArgs& args, const Queue& queue) {
     at_once = vectors <= kMaxFlexibleVectors && row_threads <= most_threads;
   } else {
     // Decided alike for both kinds of access: a row's sums must not depend on its address.
-    using Shifted = BackwardLayout<W, Source, ShiftedAccess, Tile>;
+    using Shifted = BackwardLayout<W, Norm, Source, ShiftedAccess, Tile>;
     at_once = vectors <= kMaxBackwardVectors &&
               row_threads <= std::min(most_threads, threads_with(Shifted::kGroupBlocks));
   }
@@ -151,7 +151,7 @@ BackwardPlan plan_backward(const NormBackwardArgs& args, const Queue& queue) {
     return plan;
   }
   if (at_once) {
-    plan_rows<W, Source, Access, Tile>(plan, args, device, most_threads);
+    plan_rows<W, Norm, Source, Access, Tile>(plan, args, device, most_threads);
   } else if constexpr (kClustersTakeTurns<Source, Access>) {
     plan.parts = backward_clusters<W, Norm, T>(args, vectors, queue);
     if (plan.parts > 0) {
@@ -177,12 +177,11 @@ BackwardPlan plan_backward(const NormBackwardArgs& args, const Queue& queue) {
 }
 
 // Whether rows that are no whole number of vectors are taken by words. (With a gradient of the sum
-// besides, registers do not suffice.)
+// besides, two vectors a lane have no registers for that.)
 template <typename Source, typename Access, typename Tile>
 constexpr bool kHasWords =
-    std::is_same_v<Source, Plain<typename Source::Element>> &&
     std::is_same_v<Access, ShiftedAccess> && sizeof(typename Source::Element) <= 4 &&
-    Tile::kLanes == kWarpSize && Tile::kVectors <= 2;
+    Tile::kLanes == kWarpSize && (Source::kGradStreams == 2 || Tile::kVectors != 2);
 
 template <typename T, typename W, typename Function>
 auto with_backward_variant(const NormBackwardArgs& args, Function&& function) {
@@ -200,7 +199,7 @@ auto with_backward_variant(const NormBackwardArgs& args, Function&& function) {
                    : function.template operator()<Norm, Source, WordAccess<sizeof(T)>, Tile>();
       };
       const auto with_tile = [&]<typename Source, typename Access>() {
-        return with_backward_tile<Source>(args.cols, [&]<typename Tile>() {
+        return with_backward_tile<Norm, Source>(args.cols, [&]<typename Tile>() {
           if constexpr (kHasWords<Source, Access, Tile>) {
             if (args.cols % kVector<T> != 0) {  // not where a row of whole vectors is misaligned
               return with_words.template operator()<Source, Tile>();

@@ -266,9 +266,11 @@ auto with_short_backward_tile(std::int64_t vectors, Function&& function) {
   return function.template operator()<RowTile<32, 1>>();
 }
 
-template <typename Source, typename Function>
+template <typename Norm, typename Source, typename Function>
 auto with_backward_tile(std::int64_t cols, Function&& function) {
   constexpr int kElements = Source::kElements;
+  constexpr bool kAdds = Source::kGradStreams == 3 && !Source::kDrops;
+  const bool whole = cols % kElements == 0;
   const std::int64_t vectors = (cols + kElements - 1) / kElements;
   constexpr bool kWide = !Source::kDrops;  // dropout has no registers for the WideTile
   if (vectors <= 32) return with_short_backward_tile(vectors, function);
@@ -277,14 +279,14 @@ auto with_backward_tile(std::int64_t cols, Function&& function) {
   // of instructions, whose place in memory alone makes a difference of a tenth: 0.83 to 0.91 at
   // 26214x5120, where the WideTile had 0.93 each time. Of equal merit, three are better than two,
   // which leave lanes idle then: 0.80 0.94 at 233016x576, 0.90 0.92 at 174762x768, 0.88 0.92 at
-  // 43690x3072. Not so where rows end inside a vector, which two take by words, and with the
-  // gradient of a sum: 0.97 0.92 at 43690x3072, but with dropout besides 0.81 0.83.
-  const std::int64_t two = backward_merit<RowTile<32, 2>>(vectors);
-  const std::int64_t wide = kWide ? backward_merit<WideTile>(vectors) : 0;
+  // 43690x3072. Not so with the gradient of a sum, 0.97 0.92 at 43690x3072 (but with dropout
+  // besides 0.81 0.83), nor for RMSNorm by words: 0.83 0.71 at 43690x3071, LayerNorm 0.68 0.71.
+  const bool has_two = whole || !kAdds;  // by words (word_access.cuh) there are no registers for it
+  const std::int64_t two = has_two ? backward_merit<RowTile<32, 2>>(vectors) : 0;
+  const std::int64_t wide = kWide && has_two ? backward_merit<WideTile>(vectors) : 0;
   const std::int64_t three = backward_merit<RowTile<32, 3>>(vectors);
   const std::int64_t four = backward_merit<RowTile<32, 4>>(vectors);
-  constexpr bool kAdds = Source::kGradStreams == 3 && !Source::kDrops;
-  const bool two_at_tie = kAdds || cols % kElements != 0;
+  const bool two_at_tie = whole ? kAdds : !Norm::kCentered;
   if (two >= wide && two >= four && (two_at_tie ? two >= three : two > three)) {
     return function.template operator()<RowTile<32, 2>>();
   }

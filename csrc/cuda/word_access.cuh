@@ -3,9 +3,10 @@
 // of a row, its words are then read from shared memory without a conflict or a shift, but for rows
 // that begin in the middle of a word: those halves are put together. The element -> lane map is
 // that of the row, never of its address. H200, bf16, share of the limit with ShiftedAccess and so:
-// LayerNorm 0.56 0.73 at 263172x255, 0.74 0.79 at 131200x1023, 0.60 0.75 at 65472x2050, 0.67 0.75
-// at 32776x4095; RMSNorm 0.76 0.78, 0.61 0.87 at the second and third. (Forward has a kernel for
-// them: forward_words.cuh.) Device code only; torch-free.
+// LayerNorm 0.56 0.73 at 263172x255, 0.74 0.79 at 131200x1023, 0.60 0.75 at 65472x2050, 0.51 0.65
+// at 10922x12287; RMSNorm 0.76 0.78, 0.61 0.87 at the second and third; LayerNorm with the gradient
+// of a sum 0.70 0.85 at 263172x255, 0.58 0.78 at 131200x1023, 0.52 0.87 at 65472x2050. (Forward has
+// a kernel for them: forward_words.cuh.) Device code only; torch-free.
 #pragma once
 
 #include <type_traits>

@@ -122,7 +122,8 @@ __global__ void __launch_bounds__(BackwardLayout<W, Norm, Source, Access, Tile>:
                                                    warp_col + lane * N, lane);
   // Where registers are left, statistics are read a row ahead, like the row itself, or each row
   // waits for them. H200, bf16, us of LayerNorm with dropout without and with that: 206 169 at
-  // 1048576x64, 415 330 at 524288x256, 368 341 at 174762x768, 371 336 at 10922x12288.
+  // 1048576x64, 415 330 at 524288x256, 368 341 at 174762x768, 371 336 at 10922x12288. Two vectors
+  // with dropout have none (345 421 at 16384x8192), and shifted rows in the WideTile gain nothing.
   constexpr bool kRoomy = !Access::kShifts || kKeepPacks;
   constexpr bool kSavedAhead = Source::kDrops ? kVectors != 2 : Layout::kKeeps || !Access::kShifts;
   const A* stats = static_cast<const A*>(args.stats) + first_row;

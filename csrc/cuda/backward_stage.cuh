@@ -62,7 +62,8 @@ struct BackwardLayout {
   // Whether the launcher may have fewer in flight. Others have no registers for that: the WideTile
   // lost 2 % at 26214x5120, and LayerNorm with dropout goes without too. H200, bf16, us where the
   // launcher chooses and where the number is known: LayerNorm with dropout 357 345 at 16384x8192,
-  // 354 338 at 131072x1024; RMSNorm with dropout, whose registers suffice, 329 388, 333 365.
+  // 354 338 at 131072x1024; but RMSNorm with dropout 329 388, 333 365, since the compiler then puts
+  // the load of the statistics behind the copies of a row.
   static constexpr bool kChooses = kStages == 3 && !kLight && !Source::kFlexible &&
                                    !(Source::kDrops && Norm::kCentered) &&
                                    Tile::kCtaThreads == kMaxRowThreads;

@@ -171,8 +171,8 @@ else:
 """
 
 
-# How a program ends in PyTorch, with its own norms too, if the thread that runs backward for a
-# device still frees the exception of a hook when the interpreter is going down.
+# How some of these programs end with PyTorch's own norms too, on a device whose backward has a
+# thread: likely it still frees the hook's exception while the interpreter goes down.
 UNWOUND = (-signal.SIGABRT, "trained\n", "terminate called without an active exception\n")
 
 

@@ -41,21 +41,21 @@ __device__ __forceinline__ void few_rows_dx(const NormBackwardArgs& args, std::i
   const T* const x_row = row_of<T>(args.x, row);
   const T* const dy_row = row_of<T>(args.grad_output, row);
   constexpr bool kAdds = Source::kGradStreams == 3;
-  // Lanes that share blocks have no registers for it before the products are made.
+  // The gradient of the sum is asked for with x and dy, but by lanes that share blocks, which have
+  // no registers for it before the products are made: then.
   constexpr bool kSumAhead = kAdds && !Access::kSharesBlocks;
   const auto load_sum = [&](int i) {
     return Access::template load<N>(row_of<T>(args.grad_sum, row), col_of(i),
                                     width_at(i, live_width));
   };
-  using WeightPack = Pack<W, N>;
-  const auto load_weight = [&](int i) -> WeightPack {
+  const auto load_weight = [&](int i) -> Pack<W, N> {
     return lane_weight<W, T, N, Access>(args, col_of(i), width_at(i, width));
   };
-  // Four vectors by words have none for a weight wider than the rows either.
+  // Four vectors by words have none for weights wider than the rows either, and load them in turn.
   constexpr bool kWeightAhead =
       Access::kShifts || !Access::kSharesBlocks || kVectors == 2 || sizeof(W) <= sizeof(T);
   Pack<T, N> x[kVectors], dy[kVectors], sum[kAdds ? kVectors : 1];
-  WeightPack weight[kWeightAhead ? kVectors : 1];
+  Pack<W, N> weight[kWeightAhead ? kVectors : 1];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int live = width_at(i, live_width);

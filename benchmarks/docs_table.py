@@ -2,9 +2,10 @@
 
 As `readme_table` does for README.md, from the newest GPU result if no FILE is given: all shapes
 into docs/performance.md, and into docs/add_your_own_op.md what the compiler does as well or
-better. What the profiler saw goes to docs/performance.md too, and what the examples printed to
-examples/README.md, where there is a result of `benchmarks.profile` or `benchmarks.examples`.
-`--check` fails if a page had another text.
+better. What few odd rows cost and what the profiler saw goes to docs/performance.md too, and what
+the examples printed to examples/README.md, where there is a result of `benchmarks.run --grid
+few_odd_rows`, `benchmarks.profile` or `benchmarks.examples`. `--check` fails if a page had another
+text.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .report import RESULTS, ROOT, best_peer
 
 COMPILER = "torch.compile"
 EXAMPLES = RESULTS / "examples"
+FEW_ODD_ROWS = RESULTS / "few_odd_rows"
 PROFILES = RESULTS / "profile"
 _SHOWN = 8  # of the calls at which the compiler wins
 
@@ -141,6 +143,13 @@ def write_profile(page: Path = ROOT / "docs/performance.md", folder: Path = PROF
     return write_newest(page, "profile", folder, lambda result: profile.table(result["rows"]))
 
 
+def write_few_odd_rows(
+    page: Path = ROOT / "docs/performance.md", folder: Path = FEW_ODD_ROWS
+) -> bool:
+    """Write what few rows of odd lengths cost; whether the page had another text."""
+    return write_newest(page, "few_odd_rows", folder, all_shapes)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.docs_table", description=__doc__)
     parser.add_argument("file", nargs="?", type=Path, help="default: the newest result")
@@ -149,6 +158,7 @@ def main() -> None:
     path = (options.file or newest()).resolve()
     changed = write(json.loads(path.read_text()), path)
     changed = write_profile() or changed
+    changed = write_few_odd_rows() or changed
     if (write_examples() or changed) and options.check:
         sys.exit("docs/ did not show the figures of the result file; it does now")
 

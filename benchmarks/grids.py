@@ -194,6 +194,15 @@ _EXTRA = (
     *(Case("rms_norm", "bfloat16", rows_for(cols), cols) for cols in (128, 1024, 4096, 8192)),
 )
 
+# Few rows, odd lengths beside even ones: what an odd length costs where latency counts. Its result
+# has a file of its own.
+_FEW_ODD_ROWS = tuple(
+    Case(op, "bfloat16", rows, cols, ("backward",))
+    for op in ("layer_norm", "add_layer_norm")
+    for rows, widths in ((64, (4095, 4096)), (128, (1023, 1024)), (200, (2048, 2050)))
+    for cols in widths
+)
+
 
 def _cases_of(targets: Iterable[Target]) -> tuple[Case, ...]:
     """One case per problem, timing whatever any of its targets needs."""
@@ -215,6 +224,7 @@ GRIDS: dict[str, tuple[Case, ...]] = {
     ),
     **{name: _cases_of(targets) for name, targets in _TARGETS_OF.items()},
     "extra": _EXTRA,
+    "few_odd_rows": _FEW_ODD_ROWS,
     "all": _cases_of(TARGETS) + _EXTRA,
 }
 

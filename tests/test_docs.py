@@ -83,6 +83,7 @@ def test_tables_come_from_the_results(tmp_path: Path) -> None:
     changed = docs_table.write(json.loads(path.read_text()), path.resolve(), tmp_path)
     assert not changed, "run python -m benchmarks.docs_table"
     assert not docs_table.write_profile(tmp_path / "performance.md"), "the same"
+    assert not docs_table.write_few_odd_rows(tmp_path / "performance.md"), "the same"
     assert not docs_table.write_examples(), "the same"
     for page in pages:  # each figure is between markers
         text = (ROOT / "docs" / page).read_text()

@@ -38,6 +38,8 @@ MANY_ROWS = (2432, 1024)
 MANY_WIDE_ROWS = (2432, 1536)  # the same with three vectors a lane
 IN_TURN = (64, 16385)  # large clusters that take many rows in turn
 LARGE_CLUSTERS = (16385, 24577)  # vectors of rows that take clusters of more than eight CTAs
+# Few long rows, over more CTAs than hold them.
+SPREAD = ((24, 4096), (38, 2688), (29, 5760), (20, 8192), (19, 8320), (55, 3200))
 # Words of 4 bytes, of rows that are not whole vectors.
 WORDS = (100, 250, 350, 511, 1101, 2501, 2502, 6250)
 # Forward takes few rows in other tiles than many, and one warp's rows several to a CTA.
@@ -128,7 +130,7 @@ def cases(pair: Pair) -> list[tuple[Op, int, int, int]]:
     found = [(op, *shape) for shape in aligned for op in OPS]
     # Not of 1 + weight, which PyTorch makes: its memory ends with it.
     found += [(op, *shape) for shape in odd for op in OPS if not op.zero_centered]
-    for rows, vectors in (IN_TURN, MANY_WIDE_ROWS, *THREE_A_LANE, *FULL, UNFILLED):
+    for rows, vectors in (IN_TURN, *SPREAD, MANY_WIDE_ROWS, *THREE_A_LANE, *FULL, UNFILLED):
         found += [(op, rows, vectors * vector, 0) for op in OPS if not op.adds]
     return found
 

@@ -1,9 +1,12 @@
 """Every width and number of rows: where vectors, warps, blocks, clusters and 32-bit offsets end."""
 
+import os
+import random
+
 import pytest
 import torch
 
-from tests.case import make_case
+from tests.case import SEED, make_case
 from tests.memory import GIB
 from tests.ops import DEVICES, OPS, PAIRS
 
@@ -62,6 +65,24 @@ def test_many_rows_in_turn(op, pair, vectors, missing) -> None:
     rows = 17 * 8 * torch.cuda.get_device_properties("cuda").multi_processor_count + 3
     case = make_case(op, (rows, cols), pair, "cuda")
     case.check(case.run())
+
+
+# Few of them are laid over clusters that are larger than the row needs: one of each kind.
+SPREAD = [(24, 32768), (38, 21504), (29, 46080), (20, 65536), (19, 66560), (55, 25600)]
+DRAWS = int(os.environ.get("FUSED_OP_DRAWS", "2"))  # random shapes of each op and pair
+
+
+@pytest.mark.skipif("cuda" not in DEVICES, reason="the CPU has one loop for rows of any length")
+def test_long_rows(op, pair, need_memory) -> None:
+    """Catches a cluster that is laid out wrong for one number of rows and columns: a launch that
+    fails, a CTA without a part of the row, a part that two CTAs take."""
+    drawn = random.Random(f"{SEED} {op} {pair}")
+    shapes = [(drawn.randint(1, 200), drawn.randint(16385, 300_000)) for _ in range(DRAWS)]
+    largest = max(rows * cols for rows, cols in SPREAD + shapes)
+    need_memory(largest * (10 * pair.rows.itemsize + 16) + 6 * GIB)
+    for rows, cols in SPREAD + shapes:
+        case = make_case(op, (rows, cols), pair, "cuda")
+        case.check(case.run())
 
 
 @pytest.mark.skipif("cuda" not in DEVICES, reason="reads memory past a tensor, on a GPU")

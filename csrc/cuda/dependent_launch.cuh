@@ -63,6 +63,21 @@ struct Queue {
       cudaLaunchKernelEx(&config, kernel, args...);
     });
   }
+  // The same of a kernel with clusters. False, and no error, where the part of the GPU that this
+  // context has (a green context, a MIG slice) has no place for one of that size.
+  template <typename... Params, typename... Args>
+  bool launch_clusters(void (*kernel)(Params...), const LaunchShape& shape,
+                       const Args&... args) const {
+    cudaError_t status = cudaSuccess;
+    with_config(shape, [&](const cudaLaunchConfig_t& config) {
+      status = cudaLaunchKernelEx(&config, kernel, args...);
+    });
+    if (status != cudaErrorInvalidClusterSize) {
+      return true;
+    }
+    cudaGetLastError();  // takes the error back
+    return false;
+  }
   // How many clusters of that shape the GPU runs at once.
   template <typename Kernel>
   int active_clusters(Kernel* kernel, const LaunchShape& shape) const {

@@ -11,14 +11,12 @@
 #include "core/norm_args.h"
 #include "core/row_source.h"
 #include "cuda/cluster_exchange.cuh"
+#include "cuda/cluster_layout.h"
 #include "cuda/dependent_launch.cuh"
 #include "cuda/forward_long.cuh"
 
 namespace fused_op::cuda {
 
-constexpr int kPartsWarps = 8;    // of a CTA, at most
-constexpr int kWarpParts = 2;     // of a row
-constexpr int kPartsCluster = 8;  // CTAs, at most: 0.93 0.90 with sixteen at 512x262144
 template <typename Norm>
 constexpr int kPartsAhead = Norm::kCentered ? 1 : 2;  // vectors of weight and bias
 template <typename W, typename T>  // of a multiprocessor: 80 or 64 registers a thread

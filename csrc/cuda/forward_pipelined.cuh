@@ -9,25 +9,17 @@
 #include "core/norm_args.h"
 #include "core/row_source.h"
 #include "cuda/cluster_exchange.cuh"
+#include "cuda/cluster_layout.h"
 #include "cuda/dependent_launch.cuh"
 #include "cuda/forward_long.cuh"
 
 namespace fused_op::cuda {
 
-constexpr int kPipelinedParts = kMaxRowThreads / kWarpSize;  // of a CTA: a warp has one
-constexpr int kPipelinedSlots = 4;
-template <typename A>
-constexpr std::int64_t pipelined_shared_bytes(std::int64_t row_parts, std::int64_t cta_parts,
-                                              int stages) {
-  return kPipelinedSlots * row_parts * sizeof(WarpMoments<A>) +
-         stages * cta_parts * kPartVectors * kVectorBytes;
-}
-
 // How a warp's part of a row comes into shared memory. Each thread copies what it will read: sooner
 // there, where few rows come in turn.
 struct CopyByThread {
   template <typename Norm>
-  static constexpr int kStages = 3;  // rows in flight; with four 11.2 12.6 us at 256x32768
+  static constexpr int kStages = kMinStages;  // with four 11.2 12.6 us at 256x32768
 
   template <typename Norm>
   __device__ __forceinline__ static CopyByThread begin(std::uint64_t*) {

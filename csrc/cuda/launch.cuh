@@ -8,13 +8,12 @@
 
 #include "core/norm_args.h"
 #include "core/row_source.h"
+#include "cuda/cluster_layout.h"
 #include "cuda/dependent_launch.cuh"
 #include "cuda/launch.h"
 #include "cuda/row_tile.h"
 
 namespace fused_op::cuda {
-
-inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 inline bool vector_aligned(const void* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer) % kVectorBytes == 0;
@@ -83,8 +82,5 @@ class ActiveClusters {
 
 // A dense argument, as rows.
 inline ConstRows dense(const void* data) { return {.data = data}; }
-
-// Shared memory that a CTA may ask for at its launch: less what its kernel declares.
-inline int most_dynamic_shared(const DeviceInfo& device) { return device.shared_bytes - 1024; }
 
 }  // namespace fused_op::cuda

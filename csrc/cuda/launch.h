@@ -10,18 +10,10 @@
 #include <cstddef>
 
 #include "core/norm_args.h"
+#include "cuda/device_info.h"
 
 namespace fused_op::cuda {
 
-constexpr int kMaxDevices = 64;
-
-struct DeviceInfo {
-  int index;
-  int multiprocessors;
-  int shared_bytes;  // of one CTA, opted in
-  bool sm_90;        // or newer: clusters, programmatic dependent launch
-  int max_cluster;   // CTAs of a cluster; 0 before sm_90
-};
 const DeviceInfo& device_info();  // of the current device; read once per process
 
 // The type of parameters whose dtype is known at run time only, and with it that of every other

@@ -121,6 +121,32 @@ void plan_rows(BackwardPlan& plan, const NormBackwardArgs& args, const DeviceInf
                       Layout::group_blocks(plan.stages) * kVectorBytes;
 }
 
+// Bytes of so many rows of partial sums. A single one is the gradients already, but is not added to
+// them.
+template <typename A, typename Norm, typename Source>
+std::size_t partials_bytes(const NormBackwardArgs& args, std::int64_t parts) {
+  const bool wanted = args.grad_weight != nullptr || args.grad_bias != nullptr;
+  if (!wanted || (parts <= 1 && !args.add_grads)) {
+    return 0;
+  }
+  return static_cast<std::size_t>(parts) * Norm::kGrads * partial_stride<Source>(args.cols) *
+         sizeof(A);
+}
+
+// The fields of norm_backward_row_sums_kernel and norm_backward_columns_kernel.
+template <typename A, typename Source>
+void plan_columns(BackwardPlan& plan, const NormBackwardArgs& args, const DeviceInfo& device) {
+  plan.path = BackwardPath::kColumns;
+  const std::int64_t vectors = ceil_div(args.cols, Source::kElements);
+  const std::int64_t slabs = ceil_div(vectors, kColumnThreads);
+  // At least 16 rows a chunk: fewer cost less than partial sums and their addition.
+  plan.parts = std::clamp<std::int64_t>(device.multiprocessors * 8 / slabs, 1,
+                                        std::clamp<std::int64_t>(args.rows / 16, 1, 65535));
+  plan.row_sums_bytes =
+      static_cast<std::size_t>(args.rows) * row_pieces(vectors) * sizeof(PullbackSums<A>);
+  plan.row_sums_bytes = (plan.row_sums_bytes + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
+}
+
 template <typename W, typename Norm, typename Source, typename Access, typename Tile>
 BackwardPlan plan_backward(const NormBackwardArgs& args, const Queue& queue) {
   using T = typename Source::Element;
@@ -159,20 +185,9 @@ BackwardPlan plan_backward(const NormBackwardArgs& args, const Queue& queue) {
     }
   }
   if (plan.path == BackwardPath::kColumns) {
-    const std::int64_t slabs = ceil_div(vectors, kColumnThreads);
-    // At least 16 rows a chunk: fewer cost less than partial sums and their addition.
-    plan.parts = std::clamp<std::int64_t>(device.multiprocessors * 8 / slabs, 1,
-                                          std::clamp<std::int64_t>(args.rows / 16, 1, 65535));
-    plan.row_sums_bytes =
-        static_cast<std::size_t>(args.rows) * row_pieces(vectors) * sizeof(PullbackSums<A>);
-    plan.row_sums_bytes = (plan.row_sums_bytes + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
+    plan_columns<A, Source>(plan, args, device);
   }
-  const bool wanted = args.grad_weight != nullptr || args.grad_bias != nullptr;
-  // A single part is the gradients already, but is not added to them.
-  if (wanted && (plan.parts > 1 || args.add_grads)) {
-    plan.partials_bytes = static_cast<std::size_t>(plan.parts) * Norm::kGrads *
-                          partial_stride<Source>(args.cols) * sizeof(A);
-  }
+  plan.partials_bytes = partials_bytes<A, Norm, Source>(args, plan.parts);
   return plan;
 }
 
@@ -232,8 +247,16 @@ std::size_t backward_workspace(const NormBackwardArgs& args) {
   const Queue queue{device_info(), nullptr};
   return with_backward_variant<T, W>(
       args, [&]<typename Norm, typename Source, typename Access, typename Tile>() {
-        const BackwardPlan plan = plan_backward<W, Norm, Source, Access, Tile>(args, queue);
-        return plan.row_sums_bytes + plan.partials_bytes;
+        using A = Accumulator<typename Source::Element>;
+        BackwardPlan plan = plan_backward<W, Norm, Source, Access, Tile>(args, queue);
+        const std::size_t bytes = plan.row_sums_bytes + plan.partials_bytes;
+        if (plan.path != BackwardPath::kClusters) {
+          return bytes;
+        }
+        // At the launch there may be no place for a cluster.
+        plan_columns<A, Source>(plan, args, queue.device);
+        return std::max(bytes,
+                        plan.row_sums_bytes + partials_bytes<A, Norm, Source>(args, plan.parts));
       });
 }
 
@@ -324,11 +347,24 @@ cudaError_t launch_backward(const NormBackwardArgs& args, cudaStream_t stream) {
   return with_backward_variant<T, W>(
       args, [&]<typename Norm, typename Source, typename Access, typename Tile>() {
         using A = Accumulator<T>;
-        const BackwardPlan plan = plan_backward<W, Norm, Source, Access, Tile>(args, queue);
-        auto* const partials =
-            plan.partials_bytes == 0
-                ? nullptr
-                : reinterpret_cast<A*>(static_cast<char*>(args.workspace) + plan.row_sums_bytes);
+        BackwardPlan plan = plan_backward<W, Norm, Source, Access, Tile>(args, queue);
+        const auto partials = [&] {
+          return plan.partials_bytes == 0
+                     ? nullptr
+                     : reinterpret_cast<A*>(static_cast<char*>(args.workspace) +
+                                            plan.row_sums_bytes);
+        };
+        if constexpr (kClustersTakeTurns<Source, Access>) {
+          if (plan.path == BackwardPath::kClusters) {
+            const std::int64_t vectors = ceil_div(args.cols, Source::kElements);
+            const LaunchShape shape = backward_cluster_shape<W, T>(vectors, plan.parts);
+            if (!queue.launch_clusters(norm_backward_cluster_kernel<W, Norm, T>, shape, args,
+                                       partials())) {
+              plan_columns<A, Source>(plan, args, queue.device);
+              plan.partials_bytes = partials_bytes<A, Norm, Source>(args, plan.parts);
+            }
+          }
+        }
         switch (plan.path) {
           case BackwardPath::kFewRows:
             if constexpr (kHasFewKernel<Source, Tile>) {
@@ -336,24 +372,19 @@ cudaError_t launch_backward(const NormBackwardArgs& args, cudaStream_t stream) {
             }
             break;
           case BackwardPath::kRows:
-            launch_backward_rows<W, Norm, Source, Access, Tile>(args, plan, queue, partials);
+            launch_backward_rows<W, Norm, Source, Access, Tile>(args, plan, queue, partials());
             break;
           case BackwardPath::kClusters:
-            if constexpr (kClustersTakeTurns<Source, Access>) {
-              const std::int64_t vectors = ceil_div(args.cols, Source::kElements);
-              queue.launch(norm_backward_cluster_kernel<W, Norm, T>,
-                           backward_cluster_shape<W, T>(vectors, plan.parts), args, partials);
-            }
-            break;
+            break;  // launched
           case BackwardPath::kColumns:
             if constexpr (Source::kFlexible || !Source::kSplit) {  // those are short
-              launch_columns<W, Norm, Source, LongRowAccess<Access>>(args, plan, queue, partials);
+              launch_columns<W, Norm, Source, LongRowAccess<Access>>(args, plan, queue, partials());
             }
             break;
         }
-        if (partials != nullptr) {
+        if (plan.partials_bytes > 0) {
           launch_sum_partials<W, T>(args, plan.parts, Norm::kGrads,
-                                    partial_stride<Source>(args.cols), queue, partials);
+                                    partial_stride<Source>(args.cols), queue, partials());
         }
         return cudaGetLastError();
       });

@@ -10,21 +10,6 @@
 
 namespace fused_op::cuda {
 
-// How a row of `parts` parts is laid over a cluster: as few CTAs as hold it, with most_parts each
-// at most, or, where rows are few, as many as fill the GPU with four warps or more each.
-struct ClusterLayout {
-  std::int64_t ctas;
-  std::int64_t cta_parts;
-};
-inline ClusterLayout cluster_layout(std::int64_t parts, std::int64_t rows, std::int64_t most_parts,
-                                    const DeviceInfo& device) {
-  const std::int64_t least = ceil_div(parts, most_parts);
-  const std::int64_t most = std::max(least, std::min<std::int64_t>(device.max_cluster, parts / 4));
-  const std::int64_t wanted = std::clamp(ceil_div(device.multiprocessors, rows), least, most);
-  const std::int64_t cta_parts = ceil_div(parts, wanted);
-  return {ceil_div(parts, cta_parts), cta_parts};
-}
-
 // Whether no parameter is absent, as FullAccess has it.
 template <typename Norm>
 bool has_all(const NormForwardArgs& args) {
@@ -37,19 +22,18 @@ void launch_long_rows(const NormForwardArgs& args, std::int64_t vectors, const Q
   const std::int64_t parts = ceil_div(vectors, kPartVectors);
   constexpr std::size_t kSlot = sizeof(WarpMoments<Accumulator<typename Source::Element>>);
   if constexpr (!Source::kFlexible && !kClustersTakeTurns<Source, Access>) {
-    if (parts <= queue.device.max_cluster * kClusterParts) {
-      const auto [ctas, cta_parts] = cluster_layout(parts, args.rows, kClusterParts, queue.device);
-      const std::int64_t warps = ceil_div(cta_parts, ceil_div(cta_parts, kClusterWarps));
+    if (const ClusterLayout layout = one_row_layout(parts, args.rows, queue.device);
+        layout.ctas > 0) {
       const auto kernel = norm_forward_cluster_kernel<W, Norm, Source, Access>;
       static AttributeOnce large;
       large.set(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, queue.device);
-      queue.launch(kernel,
-                   {.grid = static_cast<unsigned>(args.rows * ctas),
-                    .block = static_cast<unsigned>(warps * kWarpSize),
-                    .shared_bytes = parts * kSlot + cta_parts * kPartVectors * kVectorBytes,
-                    .cluster = static_cast<unsigned>(ctas)},
-                   args, static_cast<int>(cta_parts));
-      return;
+      const LaunchShape shape{.grid = static_cast<unsigned>(args.rows * layout.ctas),
+                              .block = static_cast<unsigned>(one_row_warps(layout) * kWarpSize),
+                              .shared_bytes = one_row_shared_bytes(parts, layout, kSlot),
+                              .cluster = static_cast<unsigned>(layout.ctas)};
+      if (queue.launch_clusters(kernel, shape, args, static_cast<int>(layout.cta_parts))) {
+        return;
+      }
     }
   }
   queue.launch(norm_forward_streamed_kernel<W, Norm, Source, Access>,
@@ -68,27 +52,22 @@ bool launch_parts(const NormForwardArgs& args, std::int64_t vectors, const Queue
     using T = typename Source::Element;
     using A = Accumulator<T>;
     const std::int64_t parts = ceil_div(vectors, kPartVectors);
-    const std::int64_t ctas = ceil_div(parts, kPartsWarps * kWarpParts);
-    // Few are over sooner where they have all of a multiprocessor. H200, bf16, us there and here:
-    // 10.7 11.9 at 256x32768, 38.6 35.7 at 1024x32768.
-    const bool few = args.rows * ctas <= std::int64_t{queue.device.multiprocessors} * 4;
-    if (few || ctas > std::min(kPartsCluster, queue.device.max_cluster)) {
+    const ClusterLayout layout = in_registers_layout(parts, args.rows, queue.device);
+    if (layout.ctas == 0) {
       return false;
     }
-    const std::int64_t warps = ceil_div(parts, ctas * kWarpParts);  // of a CTA
     auto kernel = norm_forward_parts_kernel<W, Norm, T, VectorAccess>;
     if constexpr (!Norm::kCentered) {  // LayerNorm would spill
-      if (vectors == ctas * warps * kWarpParts * kPartVectors && has_all<Norm>(args)) {
+      if (vectors == layout.ctas * layout.cta_parts * kPartVectors && has_all<Norm>(args)) {
         kernel = norm_forward_parts_kernel<W, Norm, T, FullAccess>;
       }
     }
-    queue.launch(kernel,
-                 {.grid = static_cast<unsigned>(args.rows * ctas),
-                  .block = static_cast<unsigned>(warps * kWarpSize),
-                  .shared_bytes = parts * sizeof(WarpMoments<A>),
-                  .cluster = static_cast<unsigned>(ctas)},
-                 args, static_cast<int>(warps * kWarpParts));
-    return true;
+    const LaunchShape shape{
+        .grid = static_cast<unsigned>(args.rows * layout.ctas),
+        .block = static_cast<unsigned>(layout.cta_parts / kWarpParts * kWarpSize),
+        .shared_bytes = parts * sizeof(WarpMoments<A>),
+        .cluster = static_cast<unsigned>(layout.ctas)};
+    return queue.launch_clusters(kernel, shape, args, static_cast<int>(layout.cta_parts));
   }
   return false;
 }
@@ -115,63 +94,42 @@ bool launch_pipelined(const NormForwardArgs& args, std::int64_t vectors, const Q
     using A = Accumulator<T>;
     const DeviceInfo& device = queue.device;
     const std::int64_t parts = ceil_div(vectors, kPartVectors);
-    const auto shared_bytes = [&]<typename Copy>(std::int64_t cta_parts, Copy) {
-      return pipelined_shared_bytes<A>(parts, cta_parts, Copy::template kStages<Norm>);
-    };
-    const std::int64_t least = shared_bytes(0, CopyByThread{});
-    const std::int64_t most_parts =
-        std::min(std::int64_t{kPipelinedParts},
-                 (most_dynamic_shared(device) - least) / (shared_bytes(1, CopyByThread{}) - least));
-    if (parts > most_parts * device.max_cluster) {
+    const ClusterLayout layout = in_turn_layout(parts, args.rows, sizeof(WarpMoments<A>), device);
+    if (layout.ctas == 0) {
       return false;
     }
-    auto [ctas, cta_parts] = cluster_layout(parts, args.rows, most_parts, device);
-    // CTAs of half the size where more than twice as many fit side by side: three of five warps
-    // instead of one of ten. H200, bf16, share of the limit at 6553x20480, LayerNorm and RMSNorm:
-    // 0.65 0.84, and so 0.85 0.87.
-    const std::int64_t half_parts = ceil_div(parts, 2 * ctas);
-    if (2 * ctas <= device.max_cluster &&
-        kPipelinedParts / half_parts > 2 * (kPipelinedParts / cta_parts)) {
-      ctas *= 2;
-      cta_parts = half_parts;
-    } else if (ctas > 8) {
-      // Of nine CTAs there is room for as many clusters as of sixteen, or hardly more: H200, bf16,
-      // LayerNorm, us, 222 194 with ten CTAs and with sixteen at 819x163840, 191 168 with twelve at
-      // 682x196608. Few rows do not lose by it: 2.29 2.28 with twelve at 8x49152, 3.03 2.77 with
-      // eleven at 12x65536.
-      cta_parts = ceil_div(parts, std::int64_t{device.max_cluster});
-      ctas = ceil_div(parts, cta_parts);
-    }
-    LaunchShape shape{.grid = static_cast<unsigned>(ctas),
+    const auto shared_bytes = [&](int stages) {
+      return pipelined_shared_bytes(parts, layout.cta_parts, stages, sizeof(WarpMoments<A>));
+    };
+    LaunchShape shape{.grid = static_cast<unsigned>(layout.ctas),
                       .block = kMaxRowThreads,
                       .shared_bytes = static_cast<std::size_t>(most_dynamic_shared(device)),
-                      .cluster = static_cast<unsigned>(ctas)};
+                      .cluster = static_cast<unsigned>(layout.ctas)};
     // As many clusters as the GPU runs at once, of the largest CTAs or smaller ones side by side.
     static ActiveClusters active;
     auto kernel = pipelined_kernel<CopyByThread, W, Norm, T>(device);
-    const std::int64_t side_by_side = kPipelinedParts / cta_parts;
+    const std::int64_t side_by_side = kPipelinedParts / layout.cta_parts;
     std::int64_t clusters = active.count(queue, kernel, shape) * side_by_side;
     if (clusters == 0) {
-      return false;  // a part of a GPU, too small for them
+      return false;
     }
-    shape.shared_bytes = shared_bytes(cta_parts, CopyByThread{});
+    shape.shared_bytes = shared_bytes(CopyByThread::kStages<Norm>);
     constexpr int kBulkTurns = 8;  // fewer are over too soon
-    const std::int64_t bulk_bytes = shared_bytes(cta_parts, CopyInBulk{});
+    const std::size_t bulk_bytes = shared_bytes(CopyInBulk::kStages<Norm>);
     if (side_by_side == 1 && args.rows > clusters * kBulkTurns &&
-        bulk_bytes <= most_dynamic_shared(device)) {
+        bulk_bytes <= static_cast<std::size_t>(most_dynamic_shared(device))) {
       kernel = pipelined_kernel<CopyInBulk, W, Norm, T>(device);
       shape.shared_bytes = bulk_bytes;
     }
     // The largest CTAs in two waves, of which one begins where the other ends. H200, LayerNorm,
     // bf16, us without and with it: 141 134 at 4096x32768, 261 254 at 8000x32768; but 130 136 at
     // 5461x24576, by CTAs of twelve warps, and 34 39 at 1000x32768.
-    if (ctas <= 2 && cta_parts == kPipelinedParts && args.rows >= clusters * 32) {
+    if (layout.ctas <= 2 && layout.cta_parts == kPipelinedParts && args.rows >= clusters * 32) {
       clusters = ceil_div(args.rows, ceil_div(args.rows, 2 * clusters));
     }
     shape.grid.x *= static_cast<unsigned>(std::min(clusters, args.rows));
-    shape.block.x = static_cast<unsigned>(cta_parts * kWarpSize);
-    queue.launch(kernel, shape, args, static_cast<int>(cta_parts));
-    return true;
+    shape.block.x = static_cast<unsigned>(layout.cta_parts * kWarpSize);
+    return queue.launch_clusters(kernel, shape, args, static_cast<int>(layout.cta_parts));
   }
   return false;
 }

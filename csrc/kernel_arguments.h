@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/MaybeOwned.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <optional>
@@ -193,8 +194,12 @@ inline Dropout to_dropout(double p, const OptionalTensor& rng_state) {
   if (!dropout.active) {
     return dropout;
   }
-  dropout.threshold = static_cast<std::uint32_t>(std::lround(p * 65536));  // p = 1: above all
-  dropout.wide_scale = p == 1 ? 0 : 1 / (1 - p);
+  // Something is kept unless p is 1. The scale is the inverse of the probability that is left after
+  // p is rounded: the mean of what is kept is unbiased for every p.
+  constexpr long kAll = 1 << 16;
+  const long dropped = p == 1 ? kAll : std::min(std::lround(p * kAll), kAll - 1);
+  dropout.threshold = static_cast<std::uint32_t>(dropped);
+  dropout.wide_scale = p == 1 ? 0 : static_cast<double>(kAll) / static_cast<double>(kAll - dropped);
   dropout.scale = static_cast<float>(dropout.wide_scale);
   const auto* const state = rng_state->const_data_ptr<std::int64_t>();
   if (rng_state->is_cpu()) {

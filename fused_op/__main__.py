@@ -145,7 +145,10 @@ def results(
     """The outputs of a call, then the gradients of its arguments."""
     outputs = function(*leaves, eps=1e-5)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
+    # In this thread: autograd's own threads may still free tensors of a backward that has returned,
+    # and abort the process if the interpreter ends in the meantime.
+    with torch.autograd.set_multithreading_enabled(False):
+        return [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
 
 
 def say(dtype: torch.dtype) -> str:

@@ -6,12 +6,21 @@ Source: Philox4x32-10 of Salmon, Moraes, Dror and Shaw 2011, "Parallel random nu
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 _WORD = 0xFFFFFFFF
+_ALL = 1 << 16
+
+
+def _dropped(p: float) -> int:
+    """How many of the 2^16 values of a random number drop an element: all of them only if p is 1."""
+    return _ALL if p == 1 else min(int(p * _ALL + 0.5), _ALL - 1)
+
+
+def keep_scale(p: float) -> float:
+    """What kept elements are multiplied by: the inverse of the probability that keeps them."""
+    return 0.0 if p == 1 else _ALL / (_ALL - _dropped(p))
 
 
 def keep_mask(rng_state: Tensor, rows: int, cols: int, p: float, device: torch.device) -> Tensor:
@@ -21,7 +30,7 @@ def keep_mask(rng_state: Tensor, rows: int, cols: int, p: float, device: torch.d
         rng_state: seed and offset, int64 of shape ``[2]``.
         rows: of the normalised tensor.
         cols: of the normalised tensor.
-        p: probability of being dropped, rounded to a multiple of ``2^-16``.
+        p: probability of being dropped, rounded to a multiple of ``2^-16``; to 1 only if it is 1.
         device: of the result.
 
     Returns:
@@ -37,7 +46,7 @@ def keep_mask(rng_state: Tensor, rows: int, cols: int, p: float, device: torch.d
     words = _philox(counter, low, high)
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     random = torch.stack(halves, dim=-1).flatten(-2)[..., :cols]
-    return random >= math.floor(p * 65536 + 0.5)
+    return random >= _dropped(p)
 
 
 def _philox(counter: list[Tensor], low: Tensor, high: Tensor) -> list[Tensor]:

@@ -76,8 +76,9 @@ def fused_layer_norm(
             and those of Megatron's LayerNorm1p. The 1 is added in the precision of the arithmetic.
             ``weight=None`` means a factor of 1 here too.
         dropout_p: probability with which an element of the output becomes 0; the others are
-            divided by ``1 - dropout_p``. The mask follows ``torch.manual_seed``; it is made in the
-            same kernel and again in backward, and never stored.
+            divided by ``1 - dropout_p``. It is rounded to a multiple of ``2^-16`` first, and to 1
+            only if it is 1. The mask follows ``torch.manual_seed``; it is made in the same kernel
+            and again in backward, and never stored.
         training: False: no dropout.
         out_dtype: dtype of the output: float32 for a 16-bit input, any but float64 for float32;
             default: that of ``input``.

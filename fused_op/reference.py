@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ._philox import keep_mask
+from ._philox import keep_mask, keep_scale
 
 Shape = int | Sequence[int]
 Norm = Literal["layer_norm", "rms_norm"]
@@ -230,12 +230,12 @@ def draw_state(like: Tensor) -> Tensor:
 
 
 def _drop(x: Tensor, rng_state: Tensor | None, p: float, normalized_ndim: int) -> Tensor:
-    """X with dropped elements at zero and the others divided by ``1 - p``."""
+    """X with dropped elements at zero and the others scaled, so that the mean stays."""
     assert rng_state is not None
     cols = math.prod(x.shape[x.dim() - normalized_ndim :])
     rows = math.prod(x.shape[: x.dim() - normalized_ndim])
     kept = keep_mask(rng_state, rows, cols, p, x.device).reshape(x.shape)
-    return torch.where(kept, x * (0 if p == 1 else 1 / (1 - p)), 0)
+    return torch.where(kept, x * keep_scale(p), 0)
 
 
 def _check_shapes(

@@ -76,6 +76,35 @@ def test_keep_rate_and_independence(device, p):
         assert abs(covariance) < 7 * p * q / math.sqrt(a.numel()) + 2**-16
 
 
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_the_mean_stays(device, dtype, adds):
+    """Catches a scale that is not the inverse of the probability that keeps an element: near 1, a p
+    that is rounded for the mask alone is off by half, and drops everything from 1 - 2^-17 on."""
+    rows, cols = 1024, 4096
+    g = torch.Generator().manual_seed(0)
+    drawn = torch.rand(6, generator=g, dtype=F64).tolist()
+    for p in (1e-9, 2**-17, 0.1, 0.5, 0.999, 0.99999, 0.999995, 1 - 2**-40, *drawn):
+        state = torch.tensor([7, round(p * 1000)])
+        x = torch.ones(rows, cols, dtype=dtype, device=device)
+        options = 1, 1e-5, False, p, None, None, False
+        if adds:
+            raw = fused_op_cuda.norm_forward(
+                "rms_norm", x, torch.zeros_like(x), None, None, state, *options
+            )[1]
+        else:
+            zero, bias = torch.zeros_like(x), torch.ones(cols, dtype=dtype, device=device)
+            raw = fused_op_cuda.norm_forward("layer_norm", zero, None, None, bias, state, *options)
+            raw = raw[0]
+        kept = raw != 0
+        q = min(max(round((1 - p) * 65536), 1), 65536) / 65536
+        values = raw[kept].unique()
+        assert values.numel() == 1
+        assert values.item() == pytest.approx(1 / q, rel=2 * torch.finfo(dtype).eps)
+        assert abs(kept.double().mean().item() - q) <= 6 * math.sqrt(q * (1 - q) / kept.numel())
+        assert_same(raw != 0, keep_mask(state, rows, cols, p, torch.device(device)), rtol=0, atol=0)
+
+
 def test_zero_and_one(device):
     """p = 0 is no dropout at all, to the bit; p = 1 drops everything, infinities and NaN too."""
     x = torch.randn(6, 96, device=device, requires_grad=True)

@@ -111,7 +111,7 @@ def check_combination(op, device, monkeypatch, *combination):
     keep = torch.ones(shape, device=device, dtype=F64)
     if p > 0:
         keep = keep_mask(state, rows, cols, p, torch.device(device)).to(F64)
-        keep = keep * (0 if p == 1 else 1 / (1 - p))
+        keep = keep * (0 if p == 1 else 65536 / (65536 - round(p * 65536)))
     wide = {n: None if t is None else t.detach().to(F64) for n, t in leaves.items()}
     dy, *dsum = (g.to(F64) for g in grads)
     what = f"{op} {pair} {residual_dtype} {options} {absent} {shape}"

@@ -3,8 +3,8 @@
 //
 // Source: Philox4x32-10 of Salmon, Moraes, Dror & Shaw 2011, "Parallel random numbers: as easy as
 // 1, 2, 3". Its 128 bits decide on eight neighbouring columns, by 16 bits each: p is rounded to a
-// multiple of 2^-16. (32 bits each take two calls for a vector of eight columns: about 180
-// instructions on sm_90.)
+// multiple of 2^-16, and to 1 only if it is 1. (32 bits each take two calls for a vector of eight
+// columns: about 180 instructions on sm_90.)
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ namespace fused_op {
 // Plain values, made by the op layer of p and the state.
 struct Dropout {
   bool active = false;
-  std::uint32_t threshold = 0;  // an element whose 16 bits are below is dropped: 2^16·p
-  float scale = 1;              // of what is kept: 1 / (1 - p)
+  std::uint32_t threshold = 0;  // an element whose 16 bits are below is dropped: 2^16·p, rounded
+  float scale = 1;              // of what is kept: 1 / (1 - p) of that rounded p
   double wide_scale = 1;        // the same, for double
   std::uint64_t seed = 0;
   std::uint64_t offset = 0;

@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,123 @@ def test_backend_finds_torch_from_an_isolated_environment(tmp_path):
     assert announced.startswith("fused_op: building against ")
     assert "torch" not in requires
     assert Path(torch_dir).samefile(Path(torch.__file__).parent)
+
+
+PARENTS = """
+import os, build_backend
+os.geteuid = lambda user=os.geteuid(): user + int(os.environ["OTHER_USER"])
+for path in build_backend._parent_interpreters():
+    print(path)
+"""
+
+
+def parent_interpreters(
+    executable: Path, argv0: str, *options: str, cwd: Path, other_user: bool = False
+) -> list[str]:
+    """What a build finds whose parent is `executable`, a copy of the shell, by the name `argv0`."""
+    pytest.importorskip("setuptools")
+    if not os.path.exists("/proc/self/exe"):
+        pytest.skip("reads /proc")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "BUILD": PARENTS, "OTHER_USER": f"{other_user:d}"}
+    result = subprocess.run(
+        [argv0, "-c", f'{sys.executable} -c "$BUILD"; true', *options],
+        executable=executable,
+        env=env,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """A program that runs a command, for the places of Python and uv."""
+    return Path(shutil.copy(shutil.which("sh"), tmp_path / "shell"))
+
+
+def test_backend_trusts_no_process_name(tmp_path, shell):
+    """Catches a build that executes what another process pretends to be."""
+    claimed = tmp_path / "claimed" / "python3"
+    claimed.parent.mkdir()
+    shutil.copy(shell, claimed)
+    assert str(claimed) not in parent_interpreters(shell, str(claimed), cwd=tmp_path)
+    python = shell.rename(tmp_path / "python3")  # another name of it is no better
+    assert parent_interpreters(python, str(claimed), cwd=tmp_path)[0] == str(python)
+    assert parent_interpreters(python, "no/such/python3", cwd=tmp_path)[0] == str(python)
+
+
+def test_backend_takes_interpreters_of_its_user_alone(tmp_path, shell):
+    python = shell.rename(tmp_path / "python3")
+    assert str(python) in parent_interpreters(python, str(python), cwd=tmp_path)
+    assert parent_interpreters(python, str(python), cwd=tmp_path, other_user=True) == []
+    uv = shutil.copy(python, tmp_path / "uv")
+    options = ("pip", "install", "--python", str(tmp_path))
+    assert parent_interpreters(uv, "uv", *options, cwd=tmp_path, other_user=True) == []
+
+
+@pytest.mark.parametrize("argv0", ["{}/env/bin/python", "env/bin/python", "python"])
+def test_backend_finds_the_virtual_environment_of_a_parent(tmp_path, shell, monkeypatch, argv0):
+    """Catches the torch of the base installation where the environment has another."""
+    link = tmp_path / "env" / "bin" / "python"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(shell.rename(tmp_path / "python3.11"))
+    monkeypatch.setenv("PATH", str(link.parent), prepend=os.pathsep)
+    assert parent_interpreters(link, argv0.format(tmp_path), cwd=tmp_path)[0] == str(link)
+
+
+@pytest.mark.parametrize("option", [("--python", "env"), ("--python=env",), ("-p", "env")])
+def test_backend_finds_the_environment_that_uv_is_told(tmp_path, shell, option):
+    """Relative to the folder that uv was started in, which is not that of the build."""
+    (tmp_path / "env").mkdir()
+    uv = shell.rename(tmp_path / "uv")
+    found = parent_interpreters(uv, "uv", "pip", "install", *option, cwd=tmp_path)
+    assert found[0] == str(tmp_path / "env" / "bin" / "python3")
+
+
+@pytest.mark.parametrize("use_cuda", [None, "auto", "0", "1"])
+@pytest.mark.parametrize("has_nvcc", [False, True])
+@pytest.mark.parametrize("cuda", ["no torch", "None", "'12.8'", "'13.0'", "'13.2'"])
+def test_backend_requires_torch_and_compiler(tmp_path, monkeypatch, cuda, has_nvcc, use_cuda):
+    """Catches a build for the CPU, or an error, where torch comes with CUDA and nvcc is missing."""
+    pytest.importorskip("setuptools")
+    import build_backend
+
+    tmp_path.joinpath("version.py").write_text(f"cuda: Optional[str] = {cuda}\n")
+    has_torch = cuda != "no torch"
+    monkeypatch.setattr(build_backend, "find_torch", lambda: tmp_path if has_torch else None)
+    monkeypatch.setattr(build_backend, "find_cuda_home", lambda: tmp_path if has_nvcc else None)
+    monkeypatch.delenv("USE_CUDA", raising=False)
+    if use_cuda:
+        monkeypatch.setenv("USE_CUDA", use_cuda)
+
+    compiler = []
+    if not has_nvcc and use_cuda != "0":
+        compiler = {
+            "no torch": ["cuda-toolkit[cccl,nvcc]"],  # of the version that this torch requires
+            "'13.0'": ["cuda-toolkit[cccl,nvcc]==13.0.*"],
+            "'13.2'": ["cuda-toolkit[cccl,nvcc]==13.2.*"],
+        }.get(cuda, [])
+    expected = compiler if has_torch else ["torch", *compiler]
+    for kind in ("wheel", "editable", "sdist"):
+        assert getattr(build_backend, f"get_requires_for_build_{kind}")() == expected
+
+
+def test_backend_says_that_torch_is_missing(monkeypatch):
+    """Without isolation nobody installs what the build requires."""
+    pytest.importorskip("setuptools")
+    import build_backend
+
+    monkeypatch.setattr(build_backend, "find_torch", lambda: None)
+    for hook in (
+        "build_wheel",
+        "build_editable",
+        "build_sdist",
+        "prepare_metadata_for_build_wheel",
+    ):
+        with pytest.raises(SystemExit, match="there is no torch to build for"):
+            getattr(build_backend, hook)("unused")
 
 
 # --- setup.py -------------------------------------------------------------------------------------

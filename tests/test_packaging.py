@@ -14,6 +14,7 @@ import torch
 
 import fused_op
 import fused_op_cuda
+from fused_op._source_hash import source_hash
 
 ROOT = Path(__file__).parents[1]
 TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
@@ -43,6 +44,10 @@ def test_wheel_requires_the_torch_it_was_built_for():
     if Path(installed[0]) == ROOT or not found:
         pytest.skip("fused_op was not installed as a wheel")
     assert f"torch=={TORCH_MINOR}.*" in found[0].requires
+    public, _, local = found[0].version.partition("+")
+    assert public == fused_op.__version__
+    has_cuda = bool(fused_op.build_info()["cuda"])
+    assert re.fullmatch(f"({'cu[0-9]+' if has_cuda else 'cpu'}torch{TORCH_MINOR})?", local)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +61,62 @@ def test_import_fails_for_another_torch_or_no_module(before, message):
     result = run_python(f"import sys, torch; {before}; import fused_op")
     assert result.returncode == 1
     assert re.search(f"ImportError: fused_op {message}", result.stderr)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A source tree, without a module."""
+    for folder in ("fused_op", "csrc"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("in_tree", "command"),
+    [(True, "python setup.py build_ext --inplace"), (False, "pip install --force-reinstall")],
+)
+def test_import_fails_for_a_module_of_other_sources(tree, in_tree, command):
+    """Catches a change in csrc/ that is tested with the kernels of before it."""
+    module = Path(fused_op_cuda.__file__)
+    (tree / "elsewhere").mkdir()
+    (tree / "" if in_tree else tree / "elsewhere").joinpath(module.name).symlink_to(module)
+    path = os.pathsep.join(map(str, (tree, tree / "elsewhere")))
+
+    def import_it() -> str:
+        code = "import sys; sys.path.remove(''); import fused_op"
+        return run_python(code, PYTHONPATH=path).stderr
+
+    assert import_it() == ""
+    with tree.joinpath("csrc", "norm.cpp").open("a") as file:
+        file.write("// An edit.\n")
+    assert re.search(
+        rf"ImportError: .*{module.name} was not built from the .* {command}", import_it()
+    )
+    shutil.rmtree(tree / "csrc")  # as installed
+    assert import_it() == ""
+
+
+def test_source_hash_sees_every_change(tree):
+    """Catches an input of the build that the comparison does not cover, and noise that it does."""
+    hashes = [source_hash(tree)]
+    assert hashes == [source_hash(ROOT)]
+
+    def changes() -> bool:
+        hashes.append(source_hash(tree))
+        return hashes[-1] not in hashes[:-1]
+
+    sources = [path for path in tree.joinpath("csrc").rglob("*") if path.is_file()]
+    for path in [tree / "setup.py", *sources]:
+        path.write_bytes(path.read_bytes() + b"\n")
+        assert changes(), path
+    sources[0].rename(sources[0].with_stem("renamed"))
+    assert changes()
+    tree.joinpath("csrc", "core", "new.h").touch()
+    assert changes()
+    tree.joinpath("csrc", "core", "new.h~").touch()  # of an editor
+    tree.joinpath("csrc", "core", "new.o").touch()
+    assert not changes()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -291,3 +352,56 @@ def test_architectures(setup_py, monkeypatch, tmp_path):
     assert setup_py.cuda_archs(home) == "8.0"
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
     assert setup_py.cuda_archs(home) == "Hopper"
+
+
+def test_local_version_tells_wheels_apart(setup_py, monkeypatch, tmp_path):
+    """Catches a CPU and a CUDA wheel of one name, and an sdist whose wheel pip would refuse."""
+    monkeypatch.setattr(setup_py, "TORCH_MINOR", "2.14")
+    monkeypatch.setattr(setup_py, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["setup.py", "bdist_wheel"])
+    assert setup_py.local_version(tmp_path) == "+cu130torch2.14"
+    assert setup_py.local_version(None) == "+cputorch2.14"
+    monkeypatch.setattr(sys, "argv", ["setup.py", "sdist", "--formats", "gztar"])
+    assert setup_py.local_version(tmp_path) == setup_py.local_version(None) == ""
+    monkeypatch.setattr(sys, "argv", ["setup.py", "bdist_wheel"])
+    tmp_path.joinpath("PKG-INFO").touch()
+    assert setup_py.local_version(tmp_path) == setup_py.local_version(None) == ""
+
+
+def test_source_lines_only_on_request(setup_py, monkeypatch):
+    assert "-lineinfo" not in setup_py.compile_flags("9.0")["nvcc"]
+    monkeypatch.setattr(setup_py, "LINEINFO", True)
+    assert "-lineinfo" in setup_py.compile_flags("9.0")["nvcc"]
+    monkeypatch.setattr(setup_py, "DEBUG", True)
+    assert "-lineinfo" not in setup_py.compile_flags("9.0")["nvcc"]  # nvcc warns: -G overrides it
+
+
+def test_builds_of_every_kind_share_their_objects(setup_py, tmp_path):
+    """Catches an editable install after which the first `build_ext` compiles everything again."""
+    from setuptools import Distribution
+
+    folders = {}
+    for editable in (False, True):
+        distribution = Distribution({"ext_modules": []})
+        build = distribution.get_command_obj("build")
+        build.build_base, build.build_temp = setup_py.BUILD_BASE, setup_py.BUILD_TEMP
+        if editable:  # as setuptools' editable_wheel does
+            build.build_temp = str(tmp_path)
+        command = setup_py.build_command()(distribution)
+        command.editable_mode = editable
+        command.ensure_finalized()
+        folders[editable] = command.build_temp
+        assert os.path.join(sys.exec_prefix, "include") not in command.include_dirs
+    assert folders == {False: setup_py.BUILD_TEMP, True: setup_py.BUILD_TEMP}
+
+
+def test_source_hash_is_written_once(setup_py, tmp_path):
+    """Catches a build that compiles and links although nothing has changed."""
+    path = Path(setup_py.write_source_hash(tmp_path / "temp"))
+    assert f'"{source_hash(ROOT)}"' in path.read_text()
+    os.utime(path, (0, 0))
+    setup_py.write_source_hash(tmp_path / "temp")
+    assert path.stat().st_mtime == 0
+    path.write_text("of other sources")
+    setup_py.write_source_hash(tmp_path / "temp")
+    assert f'"{source_hash(ROOT)}"' in path.read_text()

@@ -34,24 +34,58 @@ print(json.dumps([sys.implementation.cache_tag, spec and spec.origin, sys.path])
 # --- The torch of the environment that asked for the build ----------------------------------------
 
 
-def _parent_interpreters() -> Iterator[str]:
-    """Pythons among our ancestors (`ENV/bin/python -m pip`) and uv's `--python ENV`. Linux only."""
+def _ancestors() -> Iterator[Path]:
+    """The /proc folders of our ancestors, as far as they are this user's. Linux only."""
     pid = os.getppid()
     try:
-        while pid > 1:
+        while pid:
             proc = Path("/proc", str(pid))
-            argv = proc.joinpath("cmdline").read_bytes().decode(errors="replace").split("\0")
-            name = Path(argv[0]).name
-            if name.startswith("python"):
-                yield shutil.which(argv[0]) or argv[0]
-            elif name == "uv":
-                match = re.search(r"\0(?:-p\0?|--python[\0=])([^\0]+)", "\0".join(argv))
-                if match:
-                    path = Path(match[1])
-                    yield str(path / _PYTHON_IN_ENV if path.is_dir() else path)
+            if proc.stat().st_uid == os.geteuid():
+                yield proc
             pid = int(proc.joinpath("stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):
-        return  # no /proc, or not ours to read: the other candidates remain
+        return  # no /proc, or a process has ended: the other candidates remain
+
+
+def _interpreter_of(proc: Path, argv0: str) -> str:
+    """The Python that a process runs, by the name that tells its virtual environment.
+
+    A process is free to claim any argv[0]. Only the file that it runs is taken, under the name in
+    argv[0] if that leads to this very file, as the link in a virtual environment does.
+    """
+    exe = proc / "exe"
+    if "/" in argv0:
+        claimed = os.path.join(os.readlink(proc / "cwd"), argv0)
+    else:
+        claimed = shutil.which(argv0, path=os.pathsep.join(_search_path())) or ""
+    if os.path.exists(claimed) and os.path.samefile(claimed, exe):
+        return claimed
+    return os.readlink(exe)
+
+
+def _parent_interpreters() -> Iterator[str]:
+    """Pythons among our ancestors (`ENV/bin/python -m pip`) and uv's `--python ENV`."""
+    for proc in _ancestors():
+        try:
+            name = Path(os.readlink(proc / "exe")).name
+            argv = proc.joinpath("cmdline").read_bytes().decode(errors="replace")
+            if name.startswith("python"):
+                yield _interpreter_of(proc, argv.partition("\0")[0])
+            elif name == "uv":
+                match = re.search(r"\0(?:-p\0?|--python[\0=])([^\0]+)", argv)
+                if match:
+                    path = Path(os.readlink(proc / "cwd"), match[1])
+                    yield str(path / _PYTHON_IN_ENV if path.is_dir() else path)
+        except OSError:
+            continue  # it has ended, or does not let us look
+
+
+def _search_path() -> Iterator[str]:
+    """PATH without the isolated environment, which pip puts in front."""
+    build_env = Path(sys.prefix)
+    for directory in os.environ.get("PATH", "").split(os.pathsep):
+        if directory and build_env not in Path(directory).parents:
+            yield directory
 
 
 def _candidate_interpreters() -> Iterator[str]:
@@ -62,10 +96,7 @@ def _candidate_interpreters() -> Iterator[str]:
             yield str(Path(os.environ[variable]) / _PYTHON_IN_ENV)
     yield from _parent_interpreters()
     yield str(Path(".venv") / _PYTHON_IN_ENV)
-    build_env = Path(sys.prefix)
-    for directory in os.environ.get("PATH", "").split(os.pathsep):
-        if directory and build_env not in Path(directory).parents:
-            yield str(Path(directory) / _PYTHON_IN_ENV.name)
+    yield from (str(Path(directory) / _PYTHON_IN_ENV.name) for directory in _search_path())
 
 
 def _probe(interpreter: str) -> tuple[str, list[str]] | None:
@@ -130,15 +161,21 @@ def find_cuda_home() -> Path | None:
     return None
 
 
-def _nvcc_wheels(torch_dir: Path) -> list[str]:
-    """The compiler, 100 MB of wheels, where torch has CUDA and the machine has no nvcc."""
+def _nvcc_wheels(torch_dir: Path | None) -> list[str]:
+    """The compiler, 100 MB of wheels, where torch has CUDA and the machine has no nvcc.
+
+    Without a torch_dir, torch is about to be installed beside them. Its wheels for CUDA 13 pin
+    cuda-toolkit, and hence the compiler, to the version that they were built with.
+    """
+    if os.environ.get("USE_CUDA") == "0" or find_cuda_home():
+        return []
+    compiler = "cuda-toolkit[cccl,nvcc]"
+    if torch_dir is None:
+        return [compiler]
     version = torch_dir.joinpath("version.py").read_text()
     cuda = re.search(r"^cuda\b.*=\s*'(\d+)\.(\d+)", version, re.MULTILINE)
     # The wheels of CUDA 12 have another layout and no working toolkit directory.
-    if not cuda or int(cuda[1]) < 13 or os.environ.get("USE_CUDA") == "0" or find_cuda_home():
-        return []
-    parts = ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-runtime")
-    return [f"nvidia-{part}=={cuda[1]}.{cuda[2]}.*" for part in parts]
+    return [f"{compiler}=={cuda[1]}.{cuda[2]}.*"] if cuda and int(cuda[1]) >= 13 else []
 
 
 # --- PEP 517 and PEP 660 hooks --------------------------------------------------------------------
@@ -147,12 +184,14 @@ def _nvcc_wheels(torch_dir: Path) -> list[str]:
 def _requires(config_settings: Any = None) -> list[str]:
     """Build requirements beyond pyproject.toml. setup.py is not run for them: it would add none."""
     torch_dir = find_torch()
-    return _nvcc_wheels(torch_dir) if torch_dir else ["torch"]
+    # torch first: the version of what follows depends on it.
+    return ([] if torch_dir else ["torch"]) + _nvcc_wheels(torch_dir)
 
 
 def _with_torch(hook: Callable[..., str]) -> Callable[..., str]:
     def wrapper(*args: Any, **kwargs: Any) -> str:
-        find_torch()
+        if find_torch() is None:  # only without isolation: else _requires() has asked for it
+            raise SystemExit("fused_op: there is no torch to build for. Run: pip install torch")
         return hook(*args, **kwargs)
 
     return wrapper

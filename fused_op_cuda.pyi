@@ -12,6 +12,7 @@ class _BuildInfo(TypedDict):
     cuda_archs: str
     no_cuda_reason: str  # "" with CUDA
     debug: bool
+    source_hash: str  # of fused_op/_source_hash.py
 
 def build_info() -> _BuildInfo: ...
 

@@ -5,6 +5,7 @@ Environment variables:
     CUDA_HOME             toolkit to use; default: the one nvcc on the PATH belongs to
     TORCH_CUDA_ARCH_LIST  GPUs to build for, e.g. "8.0;9.0+PTX" (GPU_TARGETS is a synonym)
     MAX_JOBS              parallel compilations
+    LINEINFO=1            name the source lines of kernels, for profilers (a larger library)
     DEBUG=1               unoptimised, with symbols, for gdb and cuda-gdb (slow, and kernels spill)
     SANITIZE=1            with AddressSanitizer and UndefinedBehaviorSanitizer, for .ci/sanitize
     FUSED_OP_STRICT=1     warnings are errors; for TORCH_CUDA_ARCH_LIST=9.0 so is a register spill
@@ -17,6 +18,7 @@ Metadata is in pyproject.toml, the search for torch and nvcc in build_backend.py
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from glob import glob
@@ -28,6 +30,13 @@ from setuptools import Extension, setup
 from build_backend import find_cuda_home
 
 DEFAULT_ARCHS = ["7.5", "8.0", "9.0", "10.0", "12.0"]  # 8.6 and 8.9 run the code of 8.0
+ROOT = Path(__file__).parent
+VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
+# Named after torch: after a change of torch no object is stale.
+BUILD_BASE = f"build/torch-{torch.__version__}-{sys.implementation.cache_tag}"
+BUILD_TEMP = f"{BUILD_BASE}/temp"
+LINEINFO = os.environ.get("LINEINFO", "0") not in ("", "0")
 DEBUG = os.environ.get("DEBUG", "0") not in ("", "0")
 SANITIZE = os.environ.get("SANITIZE", "0") not in ("", "0")
 STRICT = os.environ.get("FUSED_OP_STRICT", "0") not in ("", "0")
@@ -134,8 +143,9 @@ def compile_flags(archs: str) -> dict[str, list[str]]:
     # Products and sums are fused where the source says so and nowhere else: two kernels that treat
     # the same row (aligned and not, alone and beside others) then round alike, bit for bit.
     nvcc += ["-fmad=false"]
-    # -lineinfo lets profilers name source lines and changes no code; -G does.
-    nvcc += ["-O0", "-g", "-G"] if DEBUG else ["-O3", "-lineinfo"]
+    nvcc += ["-O0", "-g", "-G"] if DEBUG else ["-O3"]
+    if LINEINFO and not DEBUG:  # -G has the lines, and changes the code, which this does not
+        nvcc += ["-lineinfo"]
     # torch switches the operators of __half off; the kernels are the same with plain nvcc.
     for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS"):
         nvcc += [f"-U__CUDA_NO_{name}__"]
@@ -148,12 +158,10 @@ def compile_flags(archs: str) -> dict[str, list[str]]:
     return {"cxx": cxx, "nvcc": nvcc}
 
 
-def extension() -> Extension:
-    cuda_home, no_cuda_reason = cuda_support()
+def extension(cuda_home: Path | None, no_cuda_reason: str) -> Extension:
     archs = cuda_archs(cuda_home) if cuda_home else ""
-    version = re.search(r'^version = "(.+)"$', Path("pyproject.toml").read_text(), re.MULTILINE)[1]
     macros = {
-        "FUSED_OP_VERSION": version,
+        "FUSED_OP_VERSION": VERSION,
         # Compared at import: a module built for another torch may load and misbehave silently.
         "FUSED_OP_TORCH_VERSION": str(torch.__version__),
         "FUSED_OP_CUDA_VERSION": nvcc_version(cuda_home) if cuda_home else "",
@@ -187,15 +195,64 @@ def extension() -> Extension:
     return ext
 
 
-if __name__ == "__main__":
-    ext_modules = [extension()]
+def local_version(cuda_home: Path | None) -> str:
+    """What tells wheels of one version apart, e.g. "+cu130torch2.14".
+
+    A source distribution has none. Neither has what is built from one: to pip, a wheel of another
+    version than the file that it came from is a mistake of the package.
+    """
+    if "sdist" in sys.argv or (ROOT / "PKG-INFO").exists():
+        return ""
+    backend = f"cu{torch.version.cuda.replace('.', '')}" if cuda_home else "cpu"
+    return f"+{backend}torch{TORCH_MINOR}"
+
+
+def build_command() -> type:
     from torch.utils.cpp_extension import BuildExtension  # after extension() has set CUDA_HOME
 
-    torch_minor = ".".join(torch.__version__.split(".")[:2])
-    build_base = f"build/torch-{torch.__version__}-{sys.implementation.cache_tag}"
+    class Build(BuildExtension):
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            if self.editable_mode:
+                # Not setuptools' temporary folder: `build_ext --inplace` goes on from here.
+                self.build_temp = BUILD_TEMP
+            # Nothing is in there, and the path of an isolated environment is new every time: with
+            # another command line, ninja would compile everything again.
+            environment = os.path.join(sys.exec_prefix, "include")
+            self.include_dirs = [path for path in self.include_dirs if path != environment]
+
+        def build_extensions(self) -> None:
+            self.extensions[0].sources.append(write_source_hash(Path(self.build_temp)))
+            super().build_extensions()
+
+    return Build
+
+
+def write_source_hash(folder: Path) -> str:
+    """Write the C++ file that fused_op/__init__.py compares the sources with; return its path.
+
+    Not a macro: a new command line would compile all files again.
+    """
+    source_hash = runpy.run_path(str(ROOT / "fused_op" / "_source_hash.py"))["source_hash"]
+    code = (
+        "namespace fused_op {\n"
+        "extern const char* const kSourceHash;\n"
+        f'const char* const kSourceHash = "{source_hash(ROOT)}";\n'
+        "}  // namespace fused_op\n"
+    )
+    path = folder / "source_hash.cpp"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != code:
+        path.write_text(code)
+    return str(path)
+
+
+if __name__ == "__main__":
+    cuda_home, no_cuda_reason = cuda_support()
     setup(
-        ext_modules=ext_modules,
-        cmdclass={"build_ext": BuildExtension},
-        install_requires=[f"torch=={torch_minor}.*"],  # its C++ ABI holds within a minor version
-        options={"build": {"build_base": build_base}},  # after a change of torch no object is stale
+        version=VERSION + local_version(cuda_home),
+        ext_modules=[extension(cuda_home, no_cuda_reason)],
+        cmdclass={"build_ext": build_command()},
+        install_requires=[f"torch=={TORCH_MINOR}.*"],  # its C++ ABI holds within a minor version
+        options={"build": {"build_base": BUILD_BASE, "build_temp": BUILD_TEMP}},
     )

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import options, plot, readme_table, report
+from benchmarks import cpu, options, plot, readme_table, report
 from benchmarks.grids import (
     ALL_MODES,
     DTYPES,
@@ -91,7 +91,8 @@ def main() -> None:
     if device.type == "cpu":
         print(
             "PyTorch sees no CUDA device here: the times below are those of the CPU "
-            f"({environment['threads']} threads)."
+            f"({environment['threads']} threads). The CPU backend is for tests and development; "
+            "docs/performance.md says how much faster PyTorch's layer norm is."
         )
 
     for op in options.op or OPS[:1]:
@@ -231,6 +232,16 @@ def test_every_option_is_measured() -> None:
         timer = HostTimer(rounds=1, round_s=0.0)
         row = options.measure(option, 64, 16, timer, torch.device("cpu"), limits)
         assert row["forward"]["us"] > 0 and row["backward"]["us"] > 0, option.name
+
+
+def test_cpu_backend_is_measured_with_one_thread_and_all() -> None:
+    """Catches a line that is missing, and a number of threads that stays changed."""
+    threads = torch.get_num_threads()
+    rows = cpu.measure(((3, 8),), rounds=1)
+    assert torch.get_num_threads() == threads
+    for count in {1, threads}:
+        for mode in ("forward", "forward + backward"):
+            assert f"| layer_norm bf16 3 x 8 | {mode} | {count} |" in cpu.table(rows)
 
 
 def test_graph_timer_captures_every_mode() -> None:

@@ -2,10 +2,10 @@
 
 As `readme_table` does for README.md, from the newest GPU result if no FILE is given: all shapes
 into docs/performance.md, and into docs/add_your_own_op.md what the compiler does as well or
-better. What few odd rows cost and what the profiler saw goes to docs/performance.md too, and what
-the examples printed to examples/README.md, where there is a result of `benchmarks.run --grid
-few_odd_rows`, `benchmarks.profile` or `benchmarks.examples`. `--check` fails if a page had another
-text.
+better. What few odd rows cost, how the CPU backend compares and what the profiler saw goes to
+docs/performance.md too, and what the examples printed to examples/README.md, if there is a result
+of `benchmarks.run --grid few_odd_rows`, `benchmarks.cpu`, `benchmarks.profile` or
+`benchmarks.examples`. `--check` fails if a page had another text.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import profile
+from . import cpu, profile
 from .peers import OURS
 from .readme_table import newest, newest_in, origin, problem, replace_between
 from .report import RESULTS, ROOT, best_peer
 
 COMPILER = "torch.compile"
+CPU = RESULTS / "cpu"
 EXAMPLES = RESULTS / "examples"
 FEW_ODD_ROWS = RESULTS / "few_odd_rows"
 PROFILES = RESULTS / "profile"
@@ -118,9 +119,15 @@ def write(result: dict[str, Any], path: Path, docs: Path = ROOT / "docs") -> boo
     return any(changed)
 
 
-def write_newest(page: Path, name: str, folder: Path, text_of: Callable[[Any], str]) -> bool:
+def write_newest(
+    page: Path,
+    name: str,
+    folder: Path,
+    text_of: Callable[[Any], str],
+    device_type: str = "cuda",
+) -> bool:
     """Write the folder's newest result between the markers; whether the page had another text."""
-    path = newest_in(folder)
+    path = newest_in(folder, device_type)
     if path is None:
         return False
     result = json.loads(path.read_text())
@@ -150,6 +157,11 @@ def write_few_odd_rows(
     return write_newest(page, "few_odd_rows", folder, all_shapes)
 
 
+def write_cpu(page: Path = ROOT / "docs/performance.md", folder: Path = CPU) -> bool:
+    """Write how the CPU backend compares; whether the page had another text."""
+    return write_newest(page, "cpu", folder, lambda result: cpu.table(result["rows"]), "cpu")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.docs_table", description=__doc__)
     parser.add_argument("file", nargs="?", type=Path, help="default: the newest result")
@@ -159,6 +171,7 @@ def main() -> None:
     changed = write(json.loads(path.read_text()), path)
     changed = write_profile() or changed
     changed = write_few_odd_rows() or changed
+    changed = write_cpu() or changed
     if (write_examples() or changed) and options.check:
         sys.exit("docs/ did not show the figures of the result file; it does now")
 

@@ -148,10 +148,11 @@ def origin(result: dict[str, Any], path: Path) -> str:
     )
     commit = (at["commit"] or "unknown")[:12]
     note = f"; {at['note']}" if "note" in at else ""  # by hand, in the file
+    cuda = f"driver {at['driver']}, torch {at['torch']}, CUDA {at['cuda']}, nvcc {at['nvcc']}"
+    versions = cuda if at["device_type"] == "cuda" else f"torch {at['torch']}"
     return (
-        f"{at['device']}, driver {at['driver']}, torch {at['torch']}, CUDA {at['cuda']}, nvcc "
-        f"{at['nvcc']}{', ' + peers if peers else ''}; commit {commit}, {at['date'][:10]}{note}; "
-        f"all figures in [`{path.name}`]({os.path.relpath(path, ROOT)})."
+        f"{at['device']}, {versions}{', ' + peers if peers else ''}; commit {commit}, "
+        f"{at['date'][:10]}{note}; all figures in [`{path.name}`]({os.path.relpath(path, ROOT)})."
     )
 
 
@@ -174,12 +175,12 @@ def replace_between(readme: Path, name: str, text: str) -> bool:
     return new != old
 
 
-def newest_in(folder: Path) -> Path | None:
-    """The GPU result with the latest date, if there is one."""
+def newest_in(folder: Path, device_type: str = "cuda") -> Path | None:
+    """The GPU result, or that of another type of device, with the latest date; None if none is."""
     dated = []
     for path in folder.glob("*.json"):
         at = json.loads(path.read_text())["environment"]
-        if at["device_type"] == "cuda":
+        if at["device_type"] == device_type:
             dated.append((at["date"], path))
     return max(dated)[1] if dated else None
 

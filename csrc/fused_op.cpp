@@ -11,6 +11,10 @@
 #define FUSED_OP_NO_CUDA_REASON ""
 #endif
 
+namespace fused_op {
+extern const char* const kSourceHash;  // setup.py writes its file
+}  // namespace fused_op
+
 // Further files add to the namespace with TORCH_LIBRARY_FRAGMENT.
 TORCH_LIBRARY(fused_op, m) {
   m.def(
@@ -68,6 +72,7 @@ PYBIND11_MODULE(fused_op_cuda, m) {
 #endif
     return pybind11::dict("version"_a = FUSED_OP_VERSION, "torch"_a = FUSED_OP_TORCH_VERSION,
                           "cuda"_a = FUSED_OP_CUDA_VERSION, "cuda_archs"_a = FUSED_OP_CUDA_ARCHS,
-                          "no_cuda_reason"_a = FUSED_OP_NO_CUDA_REASON, "debug"_a = debug);
+                          "no_cuda_reason"_a = FUSED_OP_NO_CUDA_REASON, "debug"_a = debug,
+                          "source_hash"_a = fused_op::kSourceHash);
   });
 }

@@ -1,6 +1,10 @@
 """Fused LayerNorm and RMSNorm for PyTorch, on CUDA and CPU. Start with ``functional.py``."""
 
+from pathlib import Path
+
 import torch
+
+from ._source_hash import source_hash as _source_hash
 
 try:
     import fused_op_cuda  # after torch, whose libraries it needs
@@ -19,7 +23,20 @@ if _built_for.split(".")[:2] != torch.__version__.split(".")[:2]:
         "pip install --force-reinstall --no-deps ."
     )
 
-from . import reference  # noqa: E402  the check above has to come first
+# In a source tree, the module may be of other sources: of an edit ago, or of another commit.
+_tree = Path(__file__).parents[1]
+if (_tree / "csrc" / "fused_op.h").exists() and (
+    fused_op_cuda.build_info().get("source_hash") != _source_hash(_tree)
+):
+    _command = "pip install --force-reinstall --no-deps ."
+    if Path(fused_op_cuda.__file__).parent == _tree:
+        _command = "python setup.py build_ext --inplace"
+    raise ImportError(
+        f"{fused_op_cuda.__file__} was not built from the csrc/ and setup.py that are now in "
+        f"{_tree}. There, run: {_command}"
+    )
+
+from . import reference  # noqa: E402  the checks above have to come first
 from ._disabled import disabled  # noqa: E402
 from .convert import convert, revert  # noqa: E402
 from .functional import (  # noqa: E402

@@ -157,7 +157,10 @@ QUOTED = {
         "fused_op was built for torch ",
         "At the root of its repository, run: ",
         "pip install --force-reinstall --no-deps .",
+        " was not built from the csrc/ and setup.py that are now in ",
+        "python setup.py build_ext --inplace",
     ],
+    "build_backend.py": ["fused_op: there is no torch to build for. Run: pip install torch"],
     "fused_op/__main__.py": ["NOT covered by this build"],
     "csrc/backend.cpp": [
         "fused_op was built without CUDA: ",

@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 import fused_op
 import fused_op_cuda
+from fused_op._source_hash import source_hash
 
 ROOT = Path(__file__).parents[1]
 TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
@@ -42,6 +44,10 @@ def test_wheel_requires_the_torch_it_was_built_for():
     if Path(installed[0]) == ROOT or not found:
         pytest.skip("fused_op was not installed as a wheel")
     assert f"torch=={TORCH_MINOR}.*" in found[0].requires
+    public, _, local = found[0].version.partition("+")
+    assert public == fused_op.__version__
+    has_cuda = bool(fused_op.build_info()["cuda"])
+    assert re.fullmatch(f"({'cu[0-9]+' if has_cuda else 'cpu'}torch{TORCH_MINOR})?", local)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +61,62 @@ def test_import_fails_for_another_torch_or_no_module(before, message):
     result = run_python(f"import sys, torch; {before}; import fused_op")
     assert result.returncode == 1
     assert re.search(f"ImportError: fused_op {message}", result.stderr)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A source tree, without a module."""
+    for folder in ("fused_op", "csrc"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("in_tree", "command"),
+    [(True, "python setup.py build_ext --inplace"), (False, "pip install --force-reinstall")],
+)
+def test_import_fails_for_a_module_of_other_sources(tree, in_tree, command):
+    """Catches a change in csrc/ that is tested with the kernels of before it."""
+    module = Path(fused_op_cuda.__file__)
+    (tree / "elsewhere").mkdir()
+    (tree / "" if in_tree else tree / "elsewhere").joinpath(module.name).symlink_to(module)
+    path = os.pathsep.join(map(str, (tree, tree / "elsewhere")))
+
+    def import_it() -> str:
+        code = "import sys; sys.path.remove(''); import fused_op"
+        return run_python(code, PYTHONPATH=path).stderr
+
+    assert import_it() == ""
+    with tree.joinpath("csrc", "norm.cpp").open("a") as file:
+        file.write("// An edit.\n")
+    assert re.search(
+        rf"ImportError: .*{module.name} was not built from the .* {command}", import_it()
+    )
+    shutil.rmtree(tree / "csrc")  # as installed
+    assert import_it() == ""
+
+
+def test_source_hash_sees_every_change(tree):
+    """Catches an input of the build that the comparison does not cover, and noise that it does."""
+    hashes = [source_hash(tree)]
+    assert hashes == [source_hash(ROOT)]
+
+    def changes() -> bool:
+        hashes.append(source_hash(tree))
+        return hashes[-1] not in hashes[:-1]
+
+    sources = [path for path in tree.joinpath("csrc").rglob("*") if path.is_file()]
+    for path in [tree / "setup.py", *sources]:
+        path.write_bytes(path.read_bytes() + b"\n")
+        assert changes(), path
+    sources[0].rename(sources[0].with_stem("renamed"))
+    assert changes()
+    tree.joinpath("csrc", "core", "new.h").touch()
+    assert changes()
+    tree.joinpath("csrc", "core", "new.h~").touch()  # of an editor
+    tree.joinpath("csrc", "core", "new.o").touch()
+    assert not changes()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -94,6 +156,123 @@ def test_backend_finds_torch_from_an_isolated_environment(tmp_path):
     assert announced.startswith("fused_op: building against ")
     assert "torch" not in requires
     assert Path(torch_dir).samefile(Path(torch.__file__).parent)
+
+
+PARENTS = """
+import os, build_backend
+os.geteuid = lambda user=os.geteuid(): user + int(os.environ["OTHER_USER"])
+for path in build_backend._parent_interpreters():
+    print(path)
+"""
+
+
+def parent_interpreters(
+    executable: Path, argv0: str, *options: str, cwd: Path, other_user: bool = False
+) -> list[str]:
+    """What a build finds whose parent is `executable`, a copy of the shell, by the name `argv0`."""
+    pytest.importorskip("setuptools")
+    if not os.path.exists("/proc/self/exe"):
+        pytest.skip("reads /proc")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "BUILD": PARENTS, "OTHER_USER": f"{other_user:d}"}
+    result = subprocess.run(
+        [argv0, "-c", f'{sys.executable} -c "$BUILD"; true', *options],
+        executable=executable,
+        env=env,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """A program that runs a command, for the places of Python and uv."""
+    return Path(shutil.copy(shutil.which("sh"), tmp_path / "shell"))
+
+
+def test_backend_trusts_no_process_name(tmp_path, shell):
+    """Catches a build that executes what another process pretends to be."""
+    claimed = tmp_path / "claimed" / "python3"
+    claimed.parent.mkdir()
+    shutil.copy(shell, claimed)
+    assert str(claimed) not in parent_interpreters(shell, str(claimed), cwd=tmp_path)
+    python = shell.rename(tmp_path / "python3")  # another name of it is no better
+    assert parent_interpreters(python, str(claimed), cwd=tmp_path)[0] == str(python)
+    assert parent_interpreters(python, "no/such/python3", cwd=tmp_path)[0] == str(python)
+
+
+def test_backend_takes_interpreters_of_its_user_alone(tmp_path, shell):
+    python = shell.rename(tmp_path / "python3")
+    assert str(python) in parent_interpreters(python, str(python), cwd=tmp_path)
+    assert parent_interpreters(python, str(python), cwd=tmp_path, other_user=True) == []
+    uv = shutil.copy(python, tmp_path / "uv")
+    options = ("pip", "install", "--python", str(tmp_path))
+    assert parent_interpreters(uv, "uv", *options, cwd=tmp_path, other_user=True) == []
+
+
+@pytest.mark.parametrize("argv0", ["{}/env/bin/python", "env/bin/python", "python"])
+def test_backend_finds_the_virtual_environment_of_a_parent(tmp_path, shell, monkeypatch, argv0):
+    """Catches the torch of the base installation where the environment has another."""
+    link = tmp_path / "env" / "bin" / "python"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(shell.rename(tmp_path / "python3.11"))
+    monkeypatch.setenv("PATH", str(link.parent), prepend=os.pathsep)
+    assert parent_interpreters(link, argv0.format(tmp_path), cwd=tmp_path)[0] == str(link)
+
+
+@pytest.mark.parametrize("option", [("--python", "env"), ("--python=env",), ("-p", "env")])
+def test_backend_finds_the_environment_that_uv_is_told(tmp_path, shell, option):
+    """Relative to the folder that uv was started in, which is not that of the build."""
+    (tmp_path / "env").mkdir()
+    uv = shell.rename(tmp_path / "uv")
+    found = parent_interpreters(uv, "uv", "pip", "install", *option, cwd=tmp_path)
+    assert found[0] == str(tmp_path / "env" / "bin" / "python3")
+
+
+@pytest.mark.parametrize("use_cuda", [None, "auto", "0", "1"])
+@pytest.mark.parametrize("has_nvcc", [False, True])
+@pytest.mark.parametrize("cuda", ["no torch", "None", "'12.8'", "'13.0'", "'13.2'"])
+def test_backend_requires_torch_and_compiler(tmp_path, monkeypatch, cuda, has_nvcc, use_cuda):
+    """Catches a build for the CPU, or an error, where torch comes with CUDA and nvcc is missing."""
+    pytest.importorskip("setuptools")
+    import build_backend
+
+    tmp_path.joinpath("version.py").write_text(f"cuda: Optional[str] = {cuda}\n")
+    has_torch = cuda != "no torch"
+    monkeypatch.setattr(build_backend, "find_torch", lambda: tmp_path if has_torch else None)
+    monkeypatch.setattr(build_backend, "find_cuda_home", lambda: tmp_path if has_nvcc else None)
+    monkeypatch.delenv("USE_CUDA", raising=False)
+    if use_cuda:
+        monkeypatch.setenv("USE_CUDA", use_cuda)
+
+    compiler = []
+    if not has_nvcc and use_cuda != "0":
+        compiler = {
+            "no torch": ["cuda-toolkit[cccl,nvcc]"],  # of the version that this torch requires
+            "'13.0'": ["cuda-toolkit[cccl,nvcc]==13.0.*"],
+            "'13.2'": ["cuda-toolkit[cccl,nvcc]==13.2.*"],
+        }.get(cuda, [])
+    expected = compiler if has_torch else ["torch", *compiler]
+    for kind in ("wheel", "editable", "sdist"):
+        assert getattr(build_backend, f"get_requires_for_build_{kind}")() == expected
+
+
+def test_backend_says_that_torch_is_missing(monkeypatch):
+    """Without isolation nobody installs what the build requires."""
+    pytest.importorskip("setuptools")
+    import build_backend
+
+    monkeypatch.setattr(build_backend, "find_torch", lambda: None)
+    for hook in (
+        "build_wheel",
+        "build_editable",
+        "build_sdist",
+        "prepare_metadata_for_build_wheel",
+    ):
+        with pytest.raises(SystemExit, match="there is no torch to build for"):
+            getattr(build_backend, hook)("unused")
 
 
 # --- setup.py -------------------------------------------------------------------------------------
@@ -173,3 +352,56 @@ def test_architectures(setup_py, monkeypatch, tmp_path):
     assert setup_py.cuda_archs(home) == "8.0"
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
     assert setup_py.cuda_archs(home) == "Hopper"
+
+
+def test_local_version_tells_wheels_apart(setup_py, monkeypatch, tmp_path):
+    """Catches a CPU and a CUDA wheel of one name, and an sdist whose wheel pip would refuse."""
+    monkeypatch.setattr(setup_py, "TORCH_MINOR", "2.14")
+    monkeypatch.setattr(setup_py, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["setup.py", "bdist_wheel"])
+    assert setup_py.local_version(tmp_path) == "+cu130torch2.14"
+    assert setup_py.local_version(None) == "+cputorch2.14"
+    monkeypatch.setattr(sys, "argv", ["setup.py", "sdist", "--formats", "gztar"])
+    assert setup_py.local_version(tmp_path) == setup_py.local_version(None) == ""
+    monkeypatch.setattr(sys, "argv", ["setup.py", "bdist_wheel"])
+    tmp_path.joinpath("PKG-INFO").touch()
+    assert setup_py.local_version(tmp_path) == setup_py.local_version(None) == ""
+
+
+def test_source_lines_only_on_request(setup_py, monkeypatch):
+    assert "-lineinfo" not in setup_py.compile_flags("9.0")["nvcc"]
+    monkeypatch.setattr(setup_py, "LINEINFO", True)
+    assert "-lineinfo" in setup_py.compile_flags("9.0")["nvcc"]
+    monkeypatch.setattr(setup_py, "DEBUG", True)
+    assert "-lineinfo" not in setup_py.compile_flags("9.0")["nvcc"]  # nvcc warns: -G overrides it
+
+
+def test_builds_of_every_kind_share_their_objects(setup_py, tmp_path):
+    """Catches an editable install after which the first `build_ext` compiles everything again."""
+    from setuptools import Distribution
+
+    folders = {}
+    for editable in (False, True):
+        distribution = Distribution({"ext_modules": []})
+        build = distribution.get_command_obj("build")
+        build.build_base, build.build_temp = setup_py.BUILD_BASE, setup_py.BUILD_TEMP
+        if editable:  # as setuptools' editable_wheel does
+            build.build_temp = str(tmp_path)
+        command = setup_py.build_command()(distribution)
+        command.editable_mode = editable
+        command.ensure_finalized()
+        folders[editable] = command.build_temp
+        assert os.path.join(sys.exec_prefix, "include") not in command.include_dirs
+    assert folders == {False: setup_py.BUILD_TEMP, True: setup_py.BUILD_TEMP}
+
+
+def test_source_hash_is_written_once(setup_py, tmp_path):
+    """Catches a build that compiles and links although nothing has changed."""
+    path = Path(setup_py.write_source_hash(tmp_path / "temp"))
+    assert f'"{source_hash(ROOT)}"' in path.read_text()
+    os.utime(path, (0, 0))
+    setup_py.write_source_hash(tmp_path / "temp")
+    assert path.stat().st_mtime == 0
+    path.write_text("of other sources")
+    setup_py.write_source_hash(tmp_path / "temp")
+    assert f'"{source_hash(ROOT)}"' in path.read_text()

@@ -1,0 +1,17 @@
+"""A digest of what the module is compiled from. setup.py loads this file alone, without torch."""
+
+import hashlib
+from pathlib import Path
+
+_SUFFIXES = {".cpp", ".cu", ".cuh", ".h"}
+
+
+def source_hash(root: Path) -> str:
+    """The digest of the sources of a tree: ``csrc/``, and ``setup.py`` for its compiler flags."""
+    sources = [path for path in root.joinpath("csrc").rglob("*") if path.suffix in _SUFFIXES]
+    digest = hashlib.sha256()
+    for path in sorted([root / "setup.py", *sources]):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()}\n{len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()[:16]

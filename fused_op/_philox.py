@@ -14,7 +14,7 @@ _ALL = 1 << 16
 
 
 def _dropped(p: float) -> int:
-    """How many of the 2^16 values of a random number drop an element: all of them only if p is 1."""
+    """How many of the 2^16 values of a random number drop an element; all of them if p is 1."""
     return _ALL if p == 1 else min(int(p * _ALL + 0.5), _ALL - 1)
 
 

@@ -1,4 +1,4 @@
-"""The CPU backend beside PyTorch's norms: `python -m benchmarks.cpu --json FILE`.
+"""The CPU backend beside PyTorch's layer norm: `python -m benchmarks.cpu --json FILE`.
 
 With one thread and with all, in ordinary calls. `python -m benchmarks.docs_table` writes the table
 into docs/performance.md.
@@ -18,7 +18,7 @@ from . import report
 from .peers import PEERS
 from .run import run_eager
 
-OPS = ("layer_norm", "rms_norm")
+OPS = ("layer_norm",)
 DTYPES = ("float32", "bfloat16")
 SHAPES = ((64, 1024), (4096, 768), (1024, 4096))
 ROUNDS = 9

@@ -1,4 +1,4 @@
-"""Swap the norms of a model for fused ones, in place, each after a proof that it computes the same.
+"""Swap the norms of a model for fused ones, in place, each after a check on random rows.
 
 Only a module's ``__class__`` changes: parameters, hooks, names and the optimizer's state stay the
 very same objects.

@@ -84,6 +84,7 @@ def test_tables_come_from_the_results(tmp_path: Path) -> None:
     assert not changed, "run python -m benchmarks.docs_table"
     assert not docs_table.write_profile(tmp_path / "performance.md"), "the same"
     assert not docs_table.write_few_odd_rows(tmp_path / "performance.md"), "the same"
+    assert not docs_table.write_cpu(tmp_path / "performance.md"), "the same"
     assert not docs_table.write_examples(), "the same"
     for page in pages:  # each figure is between markers
         text = (ROOT / "docs" / page).read_text()
@@ -102,6 +103,19 @@ def test_lessons_of_the_compiler_still_hold() -> None:
     assert near["forward"] > 0.2, "the compiler is no longer nearly there in forward"
     assert near["backward"] < near["forward"] / 2, "backward is no longer where a kernel pays"
     assert not any(pair.is_loss for pair in found), "the compiler is ahead somewhere"
+
+
+def test_cpu_backend_is_still_slower() -> None:
+    """Catches what the pages say of the CPU backend, when a new result says otherwise."""
+    path = readme_table.newest_in(docs_table.CPU, "cpu")
+    assert path is not None
+    rows = json.loads(path.read_text())["rows"]
+    ratios = [
+        min(row["custom_rounds_us"]) / min(row["pytorch_rounds_us"])
+        for row in rows
+        if row["op"] == "layer_norm"
+    ]
+    assert min(ratios) > 2, "PyTorch's layer norm is no longer several times faster on a CPU"
 
 
 def gpus() -> list[tuple[str, str, str]]:

@@ -1,6 +1,6 @@
 // Where the row that is normalised comes from (forward), and what else its gradient carries
-// (backward). A fusion in front of the norm is one more struct here; both backends have it at once.
-// Torch-free.
+// (backward). The arithmetic of a fusion in front of the norm is a struct here, for both backends.
+// dispatch.h and the launchers of cuda/ choose between them. Torch-free.
 #pragma once
 
 #include "core/dropout.h"

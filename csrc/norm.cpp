@@ -256,4 +256,8 @@ FourTensors norm_backward_into(std::string_view norm, const at::Tensor& grad_out
   return results();
 }
 
+at::Tensor dropout_state(const at::Tensor& like, bool on_device) {
+  return backend::dropout_state(like.device(), on_device);
+}
+
 }  // namespace fused_op

@@ -6,14 +6,14 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/randint.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/rand.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <initializer_list>
-#include <limits>
 #include <vector>
 
 #include "backend.h"
@@ -166,14 +166,21 @@ inline FourTensors route_norm_backward_into(
                             residual_dtype, param_dtype, wanted, weight_main_grad, bias_main_grad);
 }
 
-// Seed and offset for the dropout of a call with this input.
+// Seed and offset for the dropout of a call with this input: on every route by the same draw, or
+// else a mask would change where only the route does, as when checkpointing recomputes a forward.
 inline at::Tensor route_dropout_state(const at::Tensor& input) {
-  if (CallKeys({&input}).is_plain()) {
-    return backend::dropout_state(input.device());
+  const CallKeys keys({&input});
+  if (keys.is_plain()) {
+    return backend::dropout_state(input.device(), /*on_device=*/false);
   }
-  // By an operation that function transforms, fake tensors and modes see.
-  constexpr std::int64_t kHigh = std::numeric_limits<std::int64_t>::max();
-  return at::randint(kHigh, {2}, at::TensorOptions(at::kLong).device(input.device()));
+  // Without elements, either takes nothing from the generator. For the random one, vmap asks its
+  // randomness=.
+  const auto options = at::TensorOptions().device(input.device());
+  const at::Tensor like = keys.is_transformed() ? at::rand({0}, options) : at::empty({0}, options);
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow("fused_op::dropout_state", "")
+      .typed<decltype(dropout_state)>()
+      .call(like, /*on_device=*/false);
 }
 
 inline const at::Tensor& as_tensor(const char* op, const char* name, py::handle object) {

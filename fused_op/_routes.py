@@ -62,13 +62,6 @@ def raw_forward() -> Any:
     return fused_op_cuda.norm_forward
 
 
-def dropout_state(input: Tensor) -> Tensor:
-    """Seed and offset of one mask, from the generator that PyTorch's own dropout draws from."""
-    if is_dynamo_compiling():
-        return torch.randint(0, 2**63 - 1, (2,), device=input.device)
-    return fused_op_cuda.dropout_state(input)
-
-
 class _NotPlain(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Changes nothing; but under any mode ``fused_op_cuda.norm`` takes no tensor for plain."""
 

@@ -32,13 +32,13 @@ from ._arguments import (
 from ._disabled import open_blocks
 from ._main_grad import add_to_main_grad
 from ._ops import register_rules, shares_gradient
+from ._philox import dropout_state
 from ._routes import (
     Call,
     Tensors,
     cast,
     check_alone,
     composite,
-    dropout_state,
     is_transformed,
     op_options,
     raw_forward,

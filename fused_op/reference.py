@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ._philox import keep_mask
+from ._philox import dropout_state, keep_mask
 
 Shape = int | Sequence[int]
 Norm = Literal["layer_norm", "rms_norm"]
@@ -36,7 +36,7 @@ def fused_layer_norm(
 ) -> Tensor:
     """Twin of :func:`fused_op.fused_layer_norm`; ``memory_efficient`` changes nothing here."""
     p = dropout_p if training else 0.0
-    state = draw_state(input) if p > 0 else None
+    state = dropout_state(input) if p > 0 else None
     return compute(
         *("layer_norm", input, None, weight, bias, state, eps, normalized_shape),
         *(zero_centered, p, out_dtype),
@@ -57,7 +57,7 @@ def fused_rms_norm(
 ) -> Tensor:
     """Twin of :func:`fused_op.fused_rms_norm`; ``memory_efficient`` changes nothing here."""
     p = dropout_p if training else 0.0
-    state = draw_state(input) if p > 0 else None
+    state = dropout_state(input) if p > 0 else None
     return compute(
         *("rms_norm", input, None, weight, None, state, eps, normalized_shape),
         *(zero_centered, p, out_dtype),
@@ -80,7 +80,7 @@ def fused_add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Twin of :func:`fused_op.fused_add_layer_norm`."""
     p = dropout_p if training else 0.0
-    state = draw_state(input) if p > 0 else None
+    state = dropout_state(input) if p > 0 else None
     output, sum = compute(
         *("layer_norm", input, residual, weight, bias, state, eps, normalized_shape),
         *(zero_centered, p, out_dtype, residual_dtype),
@@ -104,7 +104,7 @@ def fused_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Twin of :func:`fused_op.fused_add_rms_norm`."""
     p = dropout_p if training else 0.0
-    state = draw_state(input) if p > 0 else None
+    state = dropout_state(input) if p > 0 else None
     output, sum = compute(
         *("rms_norm", input, residual, weight, None, state, eps, normalized_shape),
         *(zero_centered, p, out_dtype, residual_dtype),
@@ -222,11 +222,6 @@ def normalize_backward(
     if wanted[3]:
         grad_bias = _cast(_sum_rows(grad, normalized_ndim), param_dtype)
     return grad_input, grad_residual, grad_weight, grad_bias
-
-
-def draw_state(like: Tensor) -> Tensor:
-    """Seed and offset of a dropout mask, by an operation that every mode of PyTorch knows."""
-    return torch.randint(0, 2**63 - 1, (2,), device=like.device)
 
 
 def _drop(x: Tensor, rng_state: Tensor | None, p: float, normalized_ndim: int) -> Tensor:

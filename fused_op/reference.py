@@ -281,10 +281,42 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def _normalized(norm: Norm, x: Tensor, normalized_ndim: int, eps: float) -> tuple[Tensor, Tensor]:
     """(normalized x, rstd), before weight and bias."""
     dims = _last_dims(normalized_ndim)
+    low, high = _bounds(x.detach(), dims)
+    largest = torch.maximum(high, -low)
+    spread = high - low if norm == "layer_norm" else largest
+    scale = _power_of_two(spread, largest.clamp(min=math.sqrt(max(eps, 0))))
+    x = x * scale
     if norm == "layer_norm":
+        # In two steps, because one rounding of the mean shows where it is far from zero. The first
+        # takes off a constant, as far as derivatives are concerned: the second is the formula.
+        mean = x.detach().mean(dims, keepdim=True)
+        x = x - mean.clamp(low * scale, high * scale)
         x = x - x.mean(dims, keepdim=True)
-    rstd = (x.square().mean(dims, keepdim=True) + eps).rsqrt()
-    return x * rstd, rstd
+    rstd = (x.square().mean(dims, keepdim=True) + eps * scale * scale).rsqrt()
+    return x * rstd, rstd * scale
+
+
+def _bounds(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest element of each row; zeros where it has none."""
+    if 0 in x.shape[dims[0] :]:
+        zeros = x.sum(dims, keepdim=True)
+        return zeros, zeros
+    return x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
+
+
+def _power_of_two(spread: Tensor, largest: Tensor) -> Tensor:
+    """What each row is multiplied by, so that its squares neither overflow nor vanish.
+
+    It is 1 for moderate numbers, and brings others near to 1, because derivatives take rstd to
+    higher powers. Nothing is rounded by it.
+    """
+    scale = torch.ones_like(spread)
+    quarter = math.frexp(torch.finfo(spread.dtype).max)[1] // 4
+    for exponent in (quarter, 2 * quarter, 3 * quarter):
+        to_one = 2.0 ** (exponent + quarter // 2)
+        scale = torch.where(spread > 2.0**exponent, 1 / to_one, scale)
+        scale = torch.where(largest < 2.0**-exponent, to_one, scale)
+    return scale
 
 
 def _factor(weight: Tensor, compute: torch.dtype, zero_centered: bool) -> Tensor:

@@ -56,6 +56,9 @@ PYBIND11_MODULE(fused_op_cuda, m) {
   m.def("norm_forward", &fused_op::route_norm_forward);
   m.def("norm_backward", &fused_op::route_norm_backward);
   m.def("norm_backward_into", &fused_op::route_norm_backward_into);
+  m.def("check_main_grads",
+        pybind11::overload_cast<const at::Tensor&, std::int64_t, const fused_op::OptionalTensor&,
+                                const fused_op::OptionalTensor&>(&fused_op::check_main_grads));
   m.def("dropout_state", &fused_op::route_dropout_state);
 
   m.attr("AUTOGRAD") = int{fused_op::kAutograd};

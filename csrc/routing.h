@@ -161,6 +161,12 @@ inline FourTensors route_norm_backward_into(
   TORCH_CHECK(keys.is_plain(),
               "fused_op: main_grad is added to in eager calls of plain tensors only, not under "
               "torch.compile, function transforms or in tensor subclasses");
+  // As every change in place: who saved a main_grad for a backward of his own is told.
+  for (const auto* const main_grad : {&weight_main_grad, &bias_main_grad}) {
+    if (*main_grad) {
+      (*main_grad)->unsafeGetTensorImpl()->bump_version();
+    }
+  }
   return norm_backward_into(norm, grad_output, grad_sum, x, weight, bias, stats, rng_state,
                             normalized_ndim, zero_centered, dropout_p, x_is_output, input_dtype,
                             residual_dtype, param_dtype, wanted, weight_main_grad, bias_main_grad);

@@ -16,7 +16,7 @@
 #ifdef FUSED_OP_WITH_CUDA
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/EmptyTensor.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -55,6 +55,41 @@ void check_launch(cudaError_t status, const char* what) {
               cudaGetErrorName(status),
               "). The cause may be an earlier kernel; CUDA_LAUNCH_BLOCKING=1 shows which.");
 }
+
+at::PhiloxCudaState draw_philox_state(at::Device device) {
+  at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(device.index());
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  return at::check_generator<at::CUDAGeneratorImpl>(generator)->philox_cuda_state(/*increment=*/4);
+}
+
+// Each replay of a graph has a seed and an offset of its own, which the generator writes to device
+// memory first.
+at::Tensor captured_state(const at::PhiloxCudaState& drawn, at::Device device) {
+  const auto value_at = [device](std::int64_t* pointer) {
+    const auto options = at::TensorOptions(at::kLong).device(device);
+    return at::for_blob(pointer, {1}).options(options).target_device(device).make_tensor();
+  };
+  const at::Tensor state = empty({2}, at::kLong, device);
+  state.narrow(0, 0, 1).copy_(value_at(drawn.seed_.ptr));
+  const at::Tensor offset = state.narrow(0, 1, 1).copy_(value_at(drawn.offset_.ptr));
+  offset.add_(static_cast<std::int64_t>(drawn.offset_intragraph_));
+  return state;
+}
+
+at::Tensor known_state(const at::PhiloxCudaState& drawn, at::Device device, bool on_device) {
+  const auto seed = static_cast<std::int64_t>(drawn.seed_.val);
+  const auto offset = static_cast<std::int64_t>(drawn.offset_.val);
+  const at::Tensor state = empty({2}, at::kLong, on_device ? device : at::Device(at::kCPU));
+  if (on_device) {  // by kernels, because a copy from the CPU would wait for the GPU
+    state.narrow(0, 0, 1).fill_(seed);
+    state.narrow(0, 1, 1).fill_(offset);
+  } else {
+    auto* const values = state.mutable_data_ptr<std::int64_t>();
+    values[0] = seed;
+    values[1] = offset;
+  }
+  return state;
+}
 #else
 [[noreturn]] void fail_without_cuda() {
   TORCH_CHECK(false, "fused_op was built without CUDA: ", FUSED_OP_NO_CUDA_REASON);
@@ -74,22 +109,12 @@ at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device)
 #endif
 }
 
-at::Tensor dropout_state(at::Device device) {
+at::Tensor dropout_state(at::Device device, [[maybe_unused]] bool on_device) {
 #ifdef FUSED_OP_WITH_CUDA
   if (device.is_cuda()) {
     const c10::cuda::CUDAGuard guard(device);
-    if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) {
-      return empty({2}, at::kLong, device).random_();
-    }
-    const at::Tensor state = empty({2}, at::kLong, at::kCPU);
-    at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(device.index());
-    const std::lock_guard<std::mutex> lock(generator.mutex());
-    const at::PhiloxCudaState drawn =
-        at::check_generator<at::CUDAGeneratorImpl>(generator)->philox_cuda_state(/*increment=*/4);
-    auto* const values = state.mutable_data_ptr<std::int64_t>();
-    values[0] = static_cast<std::int64_t>(drawn.seed_.val);
-    values[1] = static_cast<std::int64_t>(drawn.offset_.val);
-    return state;
+    const at::PhiloxCudaState drawn = draw_philox_state(device);
+    return drawn.captured_ ? captured_state(drawn, device) : known_state(drawn, device, on_device);
   }
 #endif
   return empty({2}, at::kLong, device).random_();

@@ -14,9 +14,11 @@ namespace fused_op::backend {
 // through the dispatcher first, which costs a small call more than its kernel.
 at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device);
 
-// Seed and offset for one dropout mask, [2] i64, drawn from the default generator of the device. On
-// the CPU, unless a CUDA graph is being captured: a value there would be the same at each replay.
-at::Tensor dropout_state(at::Device device);
+// Seed and offset for one dropout mask, [2] i64, drawn from the default generator of the device:
+// the same numbers wherever they are put. That is the CPU, which costs no launch, unless they are
+// wanted on the device, or a CUDA graph is being captured: a value on the CPU would be the same at
+// each replay.
+at::Tensor dropout_state(at::Device device, bool on_device);
 
 // All pointers of `args` are on `device`; rows > 0 and cols > 0. On CUDA the work is queued on the
 // current stream of `device`.

@@ -30,17 +30,21 @@ TORCH_LIBRARY(fused_op, m) {
       "ScalarType param_dtype, bool[4] wanted) "
       "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
       {at::Tag::pt2_compliant_tag});
+  m.def("dropout_state(Tensor like, bool on_device) -> Tensor",
+        {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
 }
 
 // Also in a build without CUDA: its error names the reason.
 TORCH_LIBRARY_IMPL(fused_op, CPU, m) {
   m.impl("norm_forward", &fused_op::Dispatched<fused_op::norm_forward>::call);
   m.impl("norm_backward", &fused_op::Dispatched<fused_op::norm_backward>::call);
+  m.impl("dropout_state", &fused_op::dropout_state);
 }
 
 TORCH_LIBRARY_IMPL(fused_op, CUDA, m) {
   m.impl("norm_forward", &fused_op::Dispatched<fused_op::norm_forward>::call);
   m.impl("norm_backward", &fused_op::Dispatched<fused_op::norm_backward>::call);
+  m.impl("dropout_state", &fused_op::dropout_state);
 }
 
 // The derivative is that of the autograd.Function in functional.py. Whoever records a graph through
@@ -56,6 +60,9 @@ PYBIND11_MODULE(fused_op_cuda, m) {
   m.def("norm_forward", &fused_op::route_norm_forward);
   m.def("norm_backward", &fused_op::route_norm_backward);
   m.def("norm_backward_into", &fused_op::route_norm_backward_into);
+  m.def("check_main_grads",
+        pybind11::overload_cast<const at::Tensor&, std::int64_t, const fused_op::OptionalTensor&,
+                                const fused_op::OptionalTensor&>(&fused_op::check_main_grads));
   m.def("dropout_state", &fused_op::route_dropout_state);
 
   m.attr("AUTOGRAD") = int{fused_op::kAutograd};

@@ -79,4 +79,13 @@ FourTensors norm_backward_into(std::string_view norm, const at::Tensor& grad_out
                                std::array<bool, 4> wanted, const OptionalTensor& weight_main_grad,
                                const OptionalTensor& bias_main_grad);
 
+// Refuses what norm_backward_into refuses of them, where it is not called.
+void check_main_grads(const at::Tensor& x, std::int64_t normalized_ndim,
+                      const OptionalTensor& weight_main_grad, const OptionalTensor& bias_main_grad);
+
+// Seed and offset of a dropout mask, for rng_state, as backend::dropout_state() draws them. `like`
+// is an empty tensor, of which only the device matters here: through it the dispatcher knows the
+// backend, and vmap whether there is one state or one for each sample.
+at::Tensor dropout_state(const at::Tensor& like, bool on_device);
+
 }  // namespace fused_op

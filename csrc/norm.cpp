@@ -256,4 +256,18 @@ FourTensors norm_backward_into(std::string_view norm, const at::Tensor& grad_out
   return results();
 }
 
+void check_main_grads(const at::Tensor& x, std::int64_t normalized_ndim,
+                      const OptionalTensor& weight_main_grad,
+                      const OptionalTensor& bias_main_grad) {
+  const char* const op = "fused_op::norm_backward";
+  check_normalized_ndim(op, normalized_ndim, x);
+  check_main_grads(op, {weight_main_grad.has_value(), bias_main_grad.has_value()}, weight_main_grad,
+                   bias_main_grad, x.sizes().slice(x.dim() - normalized_ndim),
+                   stats_dtype(x.scalar_type()), x.device());
+}
+
+at::Tensor dropout_state(const at::Tensor& like, bool on_device) {
+  return backend::dropout_state(like.device(), on_device);
+}
+
 }  // namespace fused_op

@@ -6,14 +6,14 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/randint.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/rand.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <initializer_list>
-#include <limits>
 #include <vector>
 
 #include "backend.h"
@@ -161,19 +161,32 @@ inline FourTensors route_norm_backward_into(
   TORCH_CHECK(keys.is_plain(),
               "fused_op: main_grad is added to in eager calls of plain tensors only, not under "
               "torch.compile, function transforms or in tensor subclasses");
+  // As every change in place: who saved a main_grad for a backward of his own is told.
+  for (const auto* const main_grad : {&weight_main_grad, &bias_main_grad}) {
+    if (*main_grad) {
+      (*main_grad)->unsafeGetTensorImpl()->bump_version();
+    }
+  }
   return norm_backward_into(norm, grad_output, grad_sum, x, weight, bias, stats, rng_state,
                             normalized_ndim, zero_centered, dropout_p, x_is_output, input_dtype,
                             residual_dtype, param_dtype, wanted, weight_main_grad, bias_main_grad);
 }
 
-// Seed and offset for the dropout of a call with this input.
+// Seed and offset for the dropout of a call with this input: on every route by the same draw, or
+// else a mask would change where only the route does, as when checkpointing recomputes a forward.
 inline at::Tensor route_dropout_state(const at::Tensor& input) {
-  if (CallKeys({&input}).is_plain()) {
-    return backend::dropout_state(input.device());
+  const CallKeys keys({&input});
+  if (keys.is_plain()) {
+    return backend::dropout_state(input.device(), /*on_device=*/false);
   }
-  // By an operation that function transforms, fake tensors and modes see.
-  constexpr std::int64_t kHigh = std::numeric_limits<std::int64_t>::max();
-  return at::randint(kHigh, {2}, at::TensorOptions(at::kLong).device(input.device()));
+  // Without elements, either takes nothing from the generator. For the random one, vmap asks its
+  // randomness=.
+  const auto options = at::TensorOptions().device(input.device());
+  const at::Tensor like = keys.is_transformed() ? at::rand({0}, options) : at::empty({0}, options);
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow("fused_op::dropout_state", "")
+      .typed<decltype(dropout_state)>()
+      .call(like, /*on_device=*/false);
 }
 
 inline const at::Tensor& as_tensor(const char* op, const char* name, py::handle object) {

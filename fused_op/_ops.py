@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,6 +84,19 @@ def _norm_backward(
     )
 
 
+def _dropout_state(like: Tensor, on_device: bool) -> Tensor:
+    device = like.device if on_device or like.is_meta else torch.device("cpu")
+    return like.new_empty(2, dtype=torch.int64, device=device)
+
+
+def _dropout_states(
+    info: Any, in_dims: tuple[int, None], like: Tensor, on_device: bool
+) -> tuple[Tensor, int]:
+    """A state for each sample: vmap comes here with ``randomness="different"`` alone."""
+    draw = torch.ops.fused_op.dropout_state.default
+    return torch.stack([draw(one, on_device) for one in like.unbind(in_dims[0])]), 0
+
+
 def register_rules() -> None:
     """Give the ops their rules for DTensor, as soon as there can be one: importing it is slow."""
     if "torch.distributed.tensor" in sys.modules:
@@ -91,3 +105,5 @@ def register_rules() -> None:
 
 torch.library.register_fake("fused_op::norm_forward", _norm_forward)
 torch.library.register_fake("fused_op::norm_backward", _norm_backward)
+torch.library.register_fake("fused_op::dropout_state", _dropout_state)
+torch.library.register_vmap("fused_op::dropout_state", _dropout_states)

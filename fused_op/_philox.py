@@ -1,4 +1,4 @@
-"""The dropout mask of ``csrc/core/dropout.h`` in PyTorch's operations, bit for bit.
+"""The dropout mask: its state, and the mask of ``csrc/core/dropout.h`` in PyTorch's operations.
 
 Source: Philox4x32-10 of Salmon, Moraes, Dror and Shaw 2011, "Parallel random numbers: as easy as 1,
 2, 3".
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+import fused_op_cuda
 
 _WORD = 0xFFFFFFFF
 _ALL = 1 << 16
@@ -21,6 +24,22 @@ def _dropped(p: float) -> int:
 def keep_scale(p: float) -> float:
     """What kept elements are multiplied by: the inverse of the probability that keeps them."""
     return 0.0 if p == 1 else _ALL / (_ALL - _dropped(p))
+
+
+def dropout_state(input: Tensor) -> Tensor:
+    """Seed and offset of one mask, from the generator that PyTorch's own dropout draws from.
+
+    Eager or traced, under any mode: the same draw. A forward that activation checkpointing runs
+    again, by another route maybe, has the mask of the first.
+    """
+    if not is_dynamo_compiling():
+        return fused_op_cuda.dropout_state(input)
+    # As route_dropout_state in csrc/routing.h. Of two equal calls in one graph the compiler would
+    # keep one; it knows that torch.empty is never equal to another.
+    is_transformed = torch._C._are_functorch_transforms_active()
+    like = (torch.rand if is_transformed else torch.empty)(0, device=input.device)
+    state: Tensor = torch.ops.fused_op.dropout_state.default(like, True)
+    return state
 
 
 def keep_mask(rng_state: Tensor, rows: int, cols: int, p: float, device: torch.device) -> Tensor:

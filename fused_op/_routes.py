@@ -53,6 +53,16 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def is_differentiated(*grads: Tensor | None) -> bool:
+    """Is a gradient that is computed from these differentiated itself, or batched by vmap?"""
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return True
+    return forward_ad._current_level >= 0 and any(
+        grad is not None and forward_ad.unpack_dual(grad).tangent is not None  # type: ignore[no-untyped-call]
+        for grad in grads
+    )
+
+
 def raw_forward() -> Any:
     """The forward op without autograd: dynamo can only trace the one of the dispatcher."""
     if open_blocks or (is_dynamo_compiling() and is_transformed()):
@@ -60,13 +70,6 @@ def raw_forward() -> Any:
     if is_dynamo_compiling():
         return torch.ops.fused_op.norm_forward.default
     return fused_op_cuda.norm_forward
-
-
-def dropout_state(input: Tensor) -> Tensor:
-    """Seed and offset of one mask, from the generator that PyTorch's own dropout draws from."""
-    if is_dynamo_compiling():
-        return torch.randint(0, 2**63 - 1, (2,), device=input.device)
-    return fused_op_cuda.dropout_state(input)
 
 
 class _NotPlain(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -32,13 +32,14 @@ from ._arguments import (
 from ._disabled import open_blocks
 from ._main_grad import add_to_main_grad
 from ._ops import register_rules, shares_gradient
+from ._philox import dropout_state
 from ._routes import (
     Call,
     Tensors,
     cast,
     check_alone,
     composite,
-    dropout_state,
+    is_differentiated,
     is_transformed,
     op_options,
     raw_forward,
@@ -450,9 +451,9 @@ def _backward(
         backward, stats = reference.normalize_backward, eps
     elif is_dynamo_compiling():
         backward = torch.ops.fused_op.norm_backward.default
-    elif torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-        # This gradient is itself differentiated, or batched by vmap. Means are computed again from
-        # x, as PyTorch operations on all that the gradient depends on.
+    elif is_differentiated(grad_output, grad_sum):
+        # Means are computed again from x, as PyTorch operations on all that the gradient depends
+        # on.
         backward, stats = reference.normalize_backward, eps
     if x_is_output and backward is reference.normalize_backward:
         raise RuntimeError(

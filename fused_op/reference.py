@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ._philox import keep_mask, keep_scale
+from ._philox import dropout_state, keep_mask, keep_scale
 
 Shape = int | Sequence[int]
 Norm = Literal["layer_norm", "rms_norm"]
@@ -36,7 +36,7 @@ def fused_layer_norm(
 ) -> Tensor:
     """Twin of :func:`fused_op.fused_layer_norm`; ``memory_efficient`` changes nothing here."""
     p = dropout_p if training else 0.0
-    state = draw_state(input) if p > 0 else None
+    state = dropout_state(input) if p > 0 else None
     return compute(
         *("layer_norm", input, None, weight, bias, state, eps, normalized_shape),
         *(zero_centered, p, out_dtype),
@@ -57,7 +57,7 @@ def fused_rms_norm(
 ) -> Tensor:
     """Twin of :func:`fused_op.fused_rms_norm`; ``memory_efficient`` changes nothing here."""
     p = dropout_p if training else 0.0
-    state = draw_state(input) if p > 0 else None
+    state = dropout_state(input) if p > 0 else None
     return compute(
         *("rms_norm", input, None, weight, None, state, eps, normalized_shape),
         *(zero_centered, p, out_dtype),
@@ -80,7 +80,7 @@ def fused_add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Twin of :func:`fused_op.fused_add_layer_norm`."""
     p = dropout_p if training else 0.0
-    state = draw_state(input) if p > 0 else None
+    state = dropout_state(input) if p > 0 else None
     output, sum = compute(
         *("layer_norm", input, residual, weight, bias, state, eps, normalized_shape),
         *(zero_centered, p, out_dtype, residual_dtype),
@@ -104,7 +104,7 @@ def fused_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Twin of :func:`fused_op.fused_add_rms_norm`."""
     p = dropout_p if training else 0.0
-    state = draw_state(input) if p > 0 else None
+    state = dropout_state(input) if p > 0 else None
     output, sum = compute(
         *("rms_norm", input, residual, weight, None, state, eps, normalized_shape),
         *(zero_centered, p, out_dtype, residual_dtype),
@@ -224,11 +224,6 @@ def normalize_backward(
     return grad_input, grad_residual, grad_weight, grad_bias
 
 
-def draw_state(like: Tensor) -> Tensor:
-    """Seed and offset of a dropout mask, by an operation that every mode of PyTorch knows."""
-    return torch.randint(0, 2**63 - 1, (2,), device=like.device)
-
-
 def _drop(x: Tensor, rng_state: Tensor | None, p: float, normalized_ndim: int) -> Tensor:
     """X with dropped elements at zero and the others scaled, so that the mean stays."""
     assert rng_state is not None
@@ -286,10 +281,42 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def _normalized(norm: Norm, x: Tensor, normalized_ndim: int, eps: float) -> tuple[Tensor, Tensor]:
     """(normalized x, rstd), before weight and bias."""
     dims = _last_dims(normalized_ndim)
+    low, high = _bounds(x.detach(), dims)
+    largest = torch.maximum(high, -low)
+    spread = high - low if norm == "layer_norm" else largest
+    scale = _power_of_two(spread, largest.clamp(min=math.sqrt(max(eps, 0))))
+    x = x * scale
     if norm == "layer_norm":
+        # In two steps, because one rounding of the mean shows where it is far from zero. The first
+        # takes off a constant, as far as derivatives are concerned: the second is the formula.
+        mean = x.detach().mean(dims, keepdim=True)
+        x = x - mean.clamp(low * scale, high * scale)
         x = x - x.mean(dims, keepdim=True)
-    rstd = (x.square().mean(dims, keepdim=True) + eps).rsqrt()
-    return x * rstd, rstd
+    rstd = (x.square().mean(dims, keepdim=True) + eps * scale * scale).rsqrt()
+    return x * rstd, rstd * scale
+
+
+def _bounds(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest element of each row; zeros where it has none."""
+    if 0 in x.shape[dims[0] :]:
+        zeros = x.sum(dims, keepdim=True)
+        return zeros, zeros
+    return x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
+
+
+def _power_of_two(spread: Tensor, largest: Tensor) -> Tensor:
+    """What each row is multiplied by, so that its squares neither overflow nor vanish.
+
+    It is 1 for moderate numbers, and brings others near to 1, because derivatives take rstd to
+    higher powers. Nothing is rounded by it.
+    """
+    scale = torch.ones_like(spread)
+    quarter = math.frexp(torch.finfo(spread.dtype).max)[1] // 4
+    for exponent in (quarter, 2 * quarter, 3 * quarter):
+        to_one = 2.0 ** (exponent + quarter // 2)
+        scale = torch.where(spread > 2.0**exponent, 1 / to_one, scale)
+        scale = torch.where(largest < 2.0**-exponent, to_one, scale)
+    return scale
 
 
 def _factor(weight: Tensor, compute: torch.dtype, zero_centered: bool) -> Tensor:

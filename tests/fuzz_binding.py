@@ -268,7 +268,8 @@ def forward_and_backward(function, *args, **options):
 def anything(pool: Pool):
     """Any number of any objects, for every function."""
     names = ("norm", "norm_forward", "norm_backward", "norm_backward_into", "dropout_state")
-    functions = [getattr(fused_op_cuda, name) for name in (*names, "build_info")]
+    names += ("check_main_grads", "build_info")
+    functions = [getattr(fused_op_cuda, name) for name in names]
     functions += [fused_op.fused_layer_norm, fused_op.fused_add_rms_norm, fused_op.rms_norm]
     count = random.choice([0, 1, 2, 5, 12, 13, 16, 18])
     args = tuple(pool.anything() for _ in range(count))

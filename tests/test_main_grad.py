@@ -1,7 +1,10 @@
 """Gradients of parameters that are added to ``main_grad``, the protocol of Megatron-LM."""
 
+import contextlib
+
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import fused_op
 from fused_op import FusedAddLayerNorm, FusedAddRMSNorm, FusedLayerNorm, FusedRMSNorm
@@ -160,3 +163,100 @@ def test_errors(device):
     module.weight.main_grad = torch.zeros(63, device=device)
     with pytest.raises(RuntimeError, match=r"main_grad must be .* of shape \[64\] on"):
         run(module, rows(FusedLayerNorm, (5, 64), F32, device))
+
+
+BAD_MAIN_GRADS = {
+    "bfloat16": lambda device: torch.zeros(64, dtype=BF16, device=device),
+    "float64": lambda device: torch.zeros(64, dtype=torch.float64, device=device),
+    "one dimension more": lambda device: torch.zeros(1, 64, device=device),
+    "rows": lambda device: torch.zeros(2, 64, device=device),
+    "scalar": lambda device: torch.zeros((), device=device),
+    "strided": lambda device: torch.zeros(128, device=device)[::2],
+    "expanded": lambda device: torch.zeros(1, device=device).expand(64),
+    "absent": lambda device: None,
+}
+
+
+@pytest.mark.parametrize("bad", BAD_MAIN_GRADS)
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_disabled_refuses_what_the_kernel_refuses(name, bad, device):
+    """Catches a switch that hides a mistake, and a refusal after one of two was added to."""
+    messages = []
+    for disabled in (False, True):
+        module = made(FusedLayerNorm, 64, F32, device)
+        getattr(module, name).main_grad = BAD_MAIN_GRADS[bad](device)
+        with pytest.raises(RuntimeError, match="main_grad") as error:
+            with fused_op.disabled() if disabled else contextlib.nullcontext():
+                run(module, rows(FusedLayerNorm, (5, 64), F32, device))
+        messages.append(str(error.value))
+        other = module.bias if name == "weight" else module.weight
+        assert (other.main_grad == 0.5).all() and other.grad_added_to_main_grad is False
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_versions(disabled, device):
+    """Catches a change that autograd does not see: who saved main_grad for backward must be told,
+    and inference tensors do not change outside of inference mode."""
+    with fused_op.disabled() if disabled else contextlib.nullcontext():
+        module = made(FusedLayerNorm, 64, F32, device)
+        factor = torch.ones(64, device=device, requires_grad=True)
+        product = (factor * module.weight.main_grad).sum()
+        versions = [p.main_grad._version for p in module.parameters()]
+        run(module, rows(FusedLayerNorm, (5, 64), F32, device))
+        assert [p.main_grad._version for p in module.parameters()] == [v + 1 for v in versions]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+        with torch.inference_mode():
+            module.weight.main_grad = torch.zeros(64, device=device)
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            run(module, rows(FusedLayerNorm, (5, 64), F32, device))
+        if not disabled:  # PyTorch's own add_ has added before it refuses
+            assert not module.weight.main_grad.any()
+
+
+def create_graph(output, x):
+    torch.autograd.grad(output.square().sum(), x, create_graph=True)
+
+
+def backward_with_graph(output, x):
+    output.square().sum().backward(create_graph=True)
+
+
+def batched(output, x):
+    torch.autograd.grad(output, x, torch.ones(3, *output.shape).to(x), is_grads_batched=True)
+
+
+def forward_mode(output, x):
+    with forward_ad.dual_level():
+        torch.autograd.grad(output, x, forward_ad.make_dual(torch.ones_like(output), output))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("derivative", [create_graph, backward_with_graph, batched, forward_mode])
+@pytest.mark.parametrize("disabled", [False, True])
+@pytest.mark.parametrize("cls", MODULES, ids=lambda c: c.__name__)
+def test_gradients_of_gradients_are_refused(cls, disabled, derivative, device):
+    """Catches a main_grad that grows a graph with each step, and a part of the gradient that goes
+    to .grad instead, where an optimizer of main_grad never looks. Frozen modules have neither."""
+    match = "main_grad holds numbers alone"
+    if derivative is batched:  # of which PyTorch tells nobody
+        match = "vmap: aten::add_" if disabled else "eager calls of plain tensors only"
+    module = made(cls, 64, F32, device)
+    x = torch.randn(5, 64, device=device, requires_grad=True)
+
+    def output():
+        result = module(x, x * 2) if "Add" in cls.__name__ else module(x)
+        return result[0] + 2 * result[1] if isinstance(result, tuple) else result
+
+    with fused_op.disabled() if disabled else contextlib.nullcontext():
+        with pytest.raises(RuntimeError, match=match):
+            derivative(output(), x)
+        for parameter in module.parameters():
+            assert (parameter.main_grad == 0.5).all() and parameter.grad is None
+            assert not parameter.main_grad.requires_grad
+        module.requires_grad_(False)
+        derivative(output(), x)
+        module.requires_grad_(True)
+        output().square().sum().backward()
+        assert all((p.main_grad != 0.5).any() for p in module.parameters())

@@ -4,12 +4,15 @@ Catches a transformed tensor that reaches a kernel, whose memory means something
 derivative or a refusal that is not that of a plain call.
 """
 
+import contextlib
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 
+import fused_op
 from fused_op import fused_add_layer_norm, fused_layer_norm
-from tests.calls import SHAPE, arguments, assert_same, loss, outputs
+from tests.calls import SHAPE, Calls, arguments, assert_same, loss, outputs
 
 
 def test_function_transforms(op, device):
@@ -62,3 +65,43 @@ def test_forward_ad(op, device):
         actual = tuple(forward_ad.unpack_dual(o).tangent for o in outputs(op.fused(*duals)))
         expected = tuple(forward_ad.unpack_dual(o).tangent for o in outputs(op.reference(*duals)))
     assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext, Calls, fused_op.disabled])
+@pytest.mark.parametrize("backward_in", ["same", "plain"])
+def test_dual_gradients(op, context, backward_in, device):
+    """Catches a backward that meets a tangent in what arrives at it, and has none to give back:
+    the forward was an ordinary one, so that the kernel's derivative is asked for."""
+    args = arguments(op, requires_grad=True, dtype=torch.float64, device=device)
+    with context():
+        results = outputs(op.fused(*args))
+    expected_results = outputs(op.reference(*args))
+    grads = [torch.randn_like(result) for result in results]
+    for dual in range(len(results)):  # one of them, and each alone
+
+        def tangents(results, dual=dual):
+            given = list(grads)
+            given[dual] = forward_ad.make_dual(grads[dual], grads[dual].sin())
+            found = torch.autograd.grad(results, args, given, retain_graph=True)
+            return [forward_ad.unpack_dual(gradient) for gradient in found]
+
+        with forward_ad.dual_level():
+            with context() if backward_in == "same" else contextlib.nullcontext():
+                actual = tangents(results)
+            for ours, theirs in zip(actual, tangents(expected_results), strict=True):
+                assert_same(ours.primal, theirs.primal)
+                assert (ours.tangent is None) == (theirs.tangent is None)
+                if ours.tangent is not None:
+                    assert_same(ours.tangent, theirs.tangent)
+
+
+def test_kernels_go_on_in_a_dual_level_without_tangents(device, monkeypatch):
+    """Catches a formula for what is no derivative: with memory_efficient there is none."""
+    x = torch.randn(4, 6, device=device, requires_grad=True)
+    y = fused_op.fused_layer_norm(x, memory_efficient=True)
+    (expected,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    with forward_ad.dual_level():
+        (actual,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        assert_same(actual, expected, rtol=0, atol=0)
+        with pytest.raises(RuntimeError, match="with memory_efficient=True the input is not kept"):
+            torch.autograd.grad(y, x, forward_ad.make_dual(torch.ones_like(y), y.detach()))

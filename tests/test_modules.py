@@ -246,7 +246,7 @@ def test_errors(cls):
     with pytest.raises(RuntimeError, match=r"Given normalized_shape=\[3, 8\], expected input with"):
         module(*inputs(cls, 4, 8, 3))
     with pytest.raises(RuntimeError, match="mixed dtype: expect parameter to have scalar type of"):
-        cls(8)(*inputs(cls, 4, 8, dtype=torch.float64))
+        cls(8).to(torch.cfloat)(*inputs(cls, 4, 8))
     with pytest.raises(ValueError, match="eps must be finite, got nan"):
         cls(8, eps=float("nan"))(*inputs(cls, 4, 8))
     if "Add" in cls.__name__:

@@ -27,10 +27,11 @@ inline bool is_supported(at::ScalarType dtype) {
          dtype == at::kDouble;
 }
 
-// Parameters have the input's dtype; beside 16-bit inputs they may also be f32.
-inline bool is_supported_pair(at::ScalarType input, at::ScalarType param) {
+// Beside an input, other rows have its dtype; beside a 16-bit input they may also be f32. Kernels
+// read parameters of these dtypes as they are; others are converted first: kernel_arguments.h.
+inline bool is_supported_pair(at::ScalarType input, at::ScalarType other) {
   return is_supported(input) &&
-         (param == input || (param == at::kFloat && c10::elementSize(input) == 2));
+         (other == input || (other == at::kFloat && c10::elementSize(input) == 2));
 }
 
 inline void check_eps(const char* op, double eps) {
@@ -57,13 +58,17 @@ inline void check_device(const char* op, const char* name, const at::Tensor& ten
               tensor.device(), " is not on the expected device ", input.device(), " of input");
 }
 
+inline void check_param_dtype(const char* op, const char* name, at::ScalarType dtype) {
+  TORCH_CHECK(is_supported(dtype), op,
+              ": mixed dtype: expect parameter to have scalar type of Float, Half, BFloat16 or "
+              "Double, got ",
+              name, " of ", dtype);
+}
+
 inline void check_param_kind(const char* op, const char* name, const at::Tensor& param,
                              const at::Tensor& input) {
   check_dense(op, name, param);
-  TORCH_CHECK(is_supported_pair(input.scalar_type(), param.scalar_type()), op,
-              ": mixed dtype: expect parameter to have scalar type of ",
-              c10::elementSize(input.scalar_type()) == 2 ? "Float or " : "", input.scalar_type(),
-              " for input of ", input.scalar_type(), ", got ", name, " of ", param.scalar_type());
+  check_param_dtype(op, name, param.scalar_type());
   check_device(op, name, param, input);
 }
 
@@ -120,26 +125,12 @@ inline void check_kinds(const char* op, const at::Tensor& input,
   if (bias) {
     check_param_kind(op, "bias", *bias, input);
   }
-  TORCH_CHECK(!weight || !bias || weight->scalar_type() == bias->scalar_type(), op,
-              ": weight and bias must have one dtype, got ", weight->scalar_type(), " and ",
-              bias->scalar_type());
 }
 
-// Whether the dtypes do not fit together, but would after a cast to one of the supported pairs.
-inline bool can_cast(const at::Tensor& input, const std::optional<at::Tensor>& residual,
-                     const std::optional<at::Tensor>& weight,
-                     const std::optional<at::Tensor>& bias) {
-  bool fits = true;
-  for (const auto* const other : {&residual, &weight, &bias}) {
-    if (*other && !is_supported((*other)->scalar_type())) {
-      return false;
-    }
-  }
-  fits = fits && (!residual || is_supported_pair(input.scalar_type(), residual->scalar_type()));
-  fits = fits && (!weight || is_supported_pair(input.scalar_type(), weight->scalar_type()));
-  fits = fits && (!bias || is_supported_pair(input.scalar_type(), bias->scalar_type()));
-  fits = fits && (!weight || !bias || weight->scalar_type() == bias->scalar_type());
-  return is_supported(input.scalar_type()) && !fits;
+// Whether the rows' dtypes do not fit together, but would after a cast.
+inline bool can_cast(const at::Tensor& input, const std::optional<at::Tensor>& residual) {
+  return residual && is_supported(input.scalar_type()) && is_supported(residual->scalar_type()) &&
+         !is_supported_pair(input.scalar_type(), residual->scalar_type());
 }
 
 inline void check_bias_allowed(const char* op, bool has_mean, bool has_bias) {
@@ -218,18 +209,12 @@ inline void check_backward_dtypes(const char* op, at::ScalarType x, at::ScalarTy
               ": input_dtype of ", input, " does not fit x of ", x);
   TORCH_CHECK(!residual || is_supported_pair(input, *residual), op,
               ": residual_dtype must be input_dtype, or fit it, got ", residual.value_or(input));
-  TORCH_CHECK(is_supported_pair(input, param), op,
-              ": param_dtype must be the dtype of weight and bias, and fit input_dtype of ", input,
-              ", got ", param);
+  check_param_dtype(op, "param_dtype", param);
 }
 
 inline void check_param(const char* op, const char* name, const at::Tensor& param,
-                        at::ScalarType dtype, at::IntArrayRef normalized_shape,
-                        const at::Tensor& x) {
-  check_dense(op, name, param);
-  TORCH_CHECK(param.scalar_type() == dtype, op, ": param_dtype must be the dtype of ", name, ", ",
-              param.scalar_type(), ", got ", dtype);
-  check_device(op, name, param, x);
+                        at::IntArrayRef normalized_shape, const at::Tensor& x) {
+  check_param_kind(op, name, param, x);
   check_param_shape(op, name, param, normalized_shape, x);
 }
 

@@ -33,8 +33,8 @@ ThreeTensors norm_forward(
     std::string_view norm,            // "layer_norm" or "rms_norm"
     const at::Tensor& input,          // f16, bf16, f32 or f64
     const OptionalTensor& residual,   // dtype of input, or f32 for f16 and bf16
-    const OptionalTensor& weight,     // [normalized...], dtype of input, or f32 for f16 and bf16
-    const OptionalTensor& bias,       // like weight; "rms_norm" has none
+    const OptionalTensor& weight,     // [normalized...], f16, bf16, f32 or f64
+    const OptionalTensor& bias,       // [normalized...], likewise; "rms_norm" has none
     const OptionalTensor& rng_state,  // [2] i64, seed and offset of the dropout mask, on the CPU or
                                       // the input's device; read if dropout_p > 0
     std::int64_t normalized_ndim, double eps,
@@ -65,7 +65,7 @@ FourTensors norm_backward(
     bool x_is_output,                 // x holds the output instead, of which x̂ is computed again
     at::ScalarType input_dtype,
     OptionalDtype residual_dtype,  // absent without a residual
-    at::ScalarType param_dtype,    // of weight and bias
+    at::ScalarType param_dtype,    // of the gradients of weight and bias
     std::array<bool, 4> wanted);   // grad_input, grad_residual, grad_weight, grad_bias
 
 // The same, but the parameters' gradients are added to f32 tensors and not returned.

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "checks.h"
 #include "core/norm_args.h"
 #include "core/pack.h"
 #include "fused_op.h"
@@ -144,19 +145,33 @@ inline Borrowed readable_parameter(const OptionalTensor& tensor) {
   return readable_dense(*tensor, tensor->is_cuda() ? kVectorBytes : tensor->element_size());
 }
 
-// The parameters that kernels multiply by and add. Where 1 + weight is meant, it is made here, in
-// the dtype of the arithmetic, which keeps what 16 bits would lose of it; the bias follows its
-// dtype.
+// The dtype of the parameters that a kernel reads, and of the gradients that it writes for them.
+// It is theirs if a kernel takes both beside the input, else that of the arithmetic: they are
+// converted. So they are where 1 + weight is meant: 16 bits would lose some of it.
+inline at::ScalarType kernel_param_dtype(at::ScalarType input, at::ScalarType param,
+                                         const OptionalTensor& weight, const OptionalTensor& bias,
+                                         bool zero_centered) {
+  const bool is_read = is_supported_pair(input, param) && !(zero_centered && weight) &&
+                       (!weight || weight->scalar_type() == param) &&
+                       (!bias || bias->scalar_type() == param);
+  return is_read ? param : stats_dtype(input);
+}
+
+// The parameters that kernels multiply by and add, in the dtype that they read.
 struct Parameters {
   Parameters(const OptionalTensor& given_weight, const OptionalTensor& given_bias,
-             bool zero_centered, at::ScalarType compute) {
-    const bool is_converted = zero_centered && given_weight;
-    if (is_converted) {
-      converted_weight = given_weight->to(compute).add(1);
-      converted_bias = given_bias ? OptionalTensor(given_bias->to(compute)) : std::nullopt;
+             bool zero_centered, at::ScalarType dtype) {
+    const auto convert = [dtype](const OptionalTensor& given) {
+      const bool is_converted = given && given->scalar_type() != dtype;
+      return is_converted ? OptionalTensor(given->to(dtype)) : std::nullopt;
+    };
+    converted_weight = convert(given_weight);
+    converted_bias = convert(given_bias);
+    if (zero_centered && given_weight) {
+      converted_weight = (converted_weight ? *converted_weight : *given_weight).add(1);
     }
-    weight = readable_parameter(is_converted ? converted_weight : given_weight);
-    bias = readable_parameter(is_converted ? converted_bias : given_bias);
+    weight = readable_parameter(converted_weight ? converted_weight : given_weight);
+    bias = readable_parameter(converted_bias ? converted_bias : given_bias);
   }
 
   OptionalTensor converted_weight;

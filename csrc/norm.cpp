@@ -78,13 +78,17 @@ ThreeTensors norm_forward(std::string_view norm, const at::Tensor& input,
   const Borrowed input_rows = readable_rows(input, shape, in_vectors, !residual);
   const Borrowed residual_rows =
       residual ? readable_rows(*residual, shape, in_vectors, !residual) : Borrowed();
-  const Parameters parameters(weight, bias, zero_centered, stats_dtype(dtype));
-  const at::Tensor& any = parameters.weight->defined() ? *parameters.weight : *parameters.bias;
+  const at::ScalarType given_dtype = weight ? weight->scalar_type()
+                                     : bias ? bias->scalar_type()
+                                            : dtype;
+  const at::ScalarType param_dtype =
+      kernel_param_dtype(input.scalar_type(), given_dtype, weight, bias, zero_centered);
+  const Parameters parameters(weight, bias, zero_centered, param_dtype);
 
   NormForwardArgs args;
   args.kind = kind;
   args.dtype = to_dtype(dtype);
-  args.param_dtype = to_dtype(any.defined() ? any.scalar_type() : dtype);
+  args.param_dtype = to_dtype(param_dtype);
   args.rows = shape.rows;
   args.cols = shape.cols;
   args.input = const_rows(*input_rows, shape);
@@ -140,10 +144,10 @@ FourTensors norm_backward_into(std::string_view norm, const at::Tensor& grad_out
   check_backward_dtypes(op, x.scalar_type(), grad_output.scalar_type(), input_dtype, residual_dtype,
                         param_dtype);
   if (weight) {
-    check_param(op, "weight", *weight, param_dtype, shape.normalized, x);
+    check_param(op, "weight", *weight, shape.normalized, x);
   }
   if (bias) {
-    check_param(op, "bias", *bias, param_dtype, shape.normalized, x);
+    check_param(op, "bias", *bias, shape.normalized, x);
   }
   check_dropout(op, dropout_p, rng_state, x);
   TORCH_CHECK(!x_is_output || (dropout_p == 0 && !residual_dtype), op,
@@ -152,8 +156,9 @@ FourTensors norm_backward_into(std::string_view norm, const at::Tensor& grad_out
   const at::Device device = x.device();
   check_stats(op, stats, {stats_rows(kind), shape.rows}, compute, device);
 
-  // As Parameters has them; their gradients are rounded to the dtype that is asked for at the end.
-  const at::ScalarType kernel_dtype = zero_centered && weight ? compute : param_dtype;
+  // Gradients are rounded to the dtype that is asked for at the end.
+  const at::ScalarType kernel_dtype =
+      kernel_param_dtype(input_dtype, param_dtype, weight, bias, zero_centered);
   const bool one_gradient = shares_gradient(dropout_p, input_dtype, residual_dtype);
   at::Tensor grad_input, grad_residual, grad_weight, grad_bias;
   if (wanted[0] || (one_gradient && wanted[1])) {
@@ -223,7 +228,7 @@ FourTensors norm_backward_into(std::string_view norm, const at::Tensor& grad_out
   const Borrowed grad_sum_rows =
       grad_sum ? readable_rows(*grad_sum, shape, in_vectors, may_be_split) : Borrowed();
   const Parameters parameters(weight, x_is_output ? bias : OptionalTensor(), zero_centered,
-                              compute);
+                              kernel_dtype);
   const Borrowed dense_stats = readable_dense(stats, stats.element_size());
 
   NormBackwardArgs args;

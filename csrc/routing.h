@@ -29,7 +29,7 @@ enum Route : int {
   kAutograd = 0,   // plain, and a gradient is needed
   kDispatch = 1,   // not plain
   kComposite = 2,  // torch.func and forward AD: only PyTorch's own operations have their rules
-  kCast = 3,       // autocast is on, and no kernel takes these dtypes as they are
+  kCast = 3,       // autocast is on, and no kernel adds rows of these dtypes as they are
 };
 
 // Where the dispatcher would send a call with these tensors, autograd aside. nullptr: absent.
@@ -214,7 +214,7 @@ inline py::object route_norm(std::string_view norm, py::handle input_object,
   const OptionalTensor weight = as_optional_tensor(op, "weight", weight_object);
   const OptionalTensor bias = as_optional_tensor(op, "bias", bias_object);
   const CallKeys keys({&input, address(residual), address(weight), address(bias)});
-  if (keys.is_autocast() && can_cast(input, residual, weight, bias)) {
+  if (keys.is_autocast() && can_cast(input, residual)) {
     return py::int_(int{kCast});
   }
   if (keys.is_plain() && !keys.needs_grad()) {

@@ -5,12 +5,15 @@ Tensors are checked in ``csrc/checks.h``, once for every caller.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .reference import Norm, compute_dtype
+
+KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def op_name(norm: Norm, residual: Any) -> str:
@@ -66,6 +69,29 @@ def check_options(
     return p
 
 
+def check_extras(
+    op: str,
+    dropout_p: Any = 0.0,
+    out_dtype: Any = None,
+    residual_dtype: Any = None,
+    memory_efficient: Any = False,
+    **bools: Any,
+) -> None:
+    """Refuse, where a module is made, what each of its calls would refuse."""
+    check_bools(op, **bools)
+    check_options(op, dropout_p, out_dtype, residual_dtype, memory_efficient)
+    for name, dtype in (("out_dtype", out_dtype), ("residual_dtype", residual_dtype)):
+        if dtype is not None and dtype not in KERNEL_DTYPES:
+            raise RuntimeError(
+                f"{op}: {name} must be float16, bfloat16, float32 or float64, got {dtype}"
+            )
+
+
+def check_eps(op: str, eps: Any) -> None:
+    if not math.isfinite(as_float(op, "eps", eps)):
+        raise ValueError(f"{op}: eps must be finite, got {eps}")
+
+
 def check_tensor(op: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: argument '{name}' must be Tensor, not {type(value).__name__}")
@@ -93,7 +119,13 @@ def count_normalized(op: str, input: Tensor, normalized_shape: Any) -> int:
             f"{op}: Expected normalized_shape to be at least 1-dimensional, i.e., containing at "
             "least one element, but got normalized_shape = []"
         )
-    if tuple(input.shape[-len(shape) :]) != shape:
+    try:
+        ends = tuple(input.shape[-len(shape) :])
+    except RuntimeError as error:  # the other errors are those of csrc/checks.h
+        raise RuntimeError(
+            f"{op}: input must be a dense (strided) tensor, got a nested one, which has no shape"
+        ) from error
+    if ends != shape:
         wanted = ", ".join(map(str, shape))
         raise RuntimeError(
             f"{op}: Given normalized_shape=[{wanted}], expected input with shape [*, {wanted}],"

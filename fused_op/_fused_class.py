@@ -8,27 +8,36 @@ with the recipe that makes the class again.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from .functional import fused_layer_norm, fused_rms_norm
-from .modules import FusedLayerNorm, FusedRMSNorm
+from .modules import FusedLayerNorm, FusedRMSNorm, takes_original
 from .reference import Norm
 
-EPS_NAMES = ("variance_epsilon", "eps")
+# "rounded 1 + weight" is that sum in the dtype of the weight; "1" leaves a weight unused.
+Factor = Literal["weight", "1 + weight", "rounded 1 + weight", "1"]
 
 
-def fused_class(
-    original: type[nn.Module], norm: Norm, zero_centered: bool, eps_name: str
-) -> type[nn.Module]:
+class Formula(NamedTuple):
+    """What the forward of a norm class computes, besides its shape."""
+
+    norm: Norm
+    factor: Factor  # what it multiplies by
+    eps: str | float  # the attribute of its instances that holds it, or the number in the code
+
+    def eps_of(self, module: nn.Module) -> Any:
+        return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+
+
+def fused_class(original: type[nn.Module], formula: Formula) -> type[nn.Module]:
     """The fused class of a norm class: always the same one for the same arguments.
 
     Args:
         original: the class; its instances have ``weight`` and ``bias``, or one of them, or none.
-        norm: what its forward computes.
-        zero_centered: whether its forward multiplies by ``1 + weight``.
-        eps_name: the attribute of its instances that holds eps.
+        formula: what its forward computes.
 
     Returns:
         :class:`FusedLayerNorm` or :class:`FusedRMSNorm` for PyTorch's own, else a new subclass of
@@ -39,7 +48,7 @@ def fused_class(
     if original is nn.RMSNorm:
         return FusedRMSNorm
     key: Any = original  # typeshed's Hashable does not know classes
-    return _subclass(key, norm, zero_centered, eps_name)
+    return _subclass(key, formula)
 
 
 def is_fused(cls: type) -> bool:
@@ -48,7 +57,10 @@ def is_fused(cls: type) -> bool:
 
 
 @functools.cache
-def _subclass(original: Any, norm: Norm, zero_centered: bool, eps_name: str) -> type[nn.Module]:
+def _subclass(original: Any, formula: Formula) -> type[nn.Module]:
+    norm, kind, _ = formula
+    zero_centered, is_rounded = kind == "1 + weight", kind == "rounded 1 + weight"
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # What was proved is the call with rows of the parameters' dtype. Anything else, such as a
         # gate beside the input or 16-bit rows under float32 weights, goes to the original.
@@ -59,13 +71,25 @@ def _subclass(original: Any, norm: Norm, zero_centered: bool, eps_name: str) -> 
             or kwargs
             or not isinstance(args[0], Tensor)
             or (affine is not None and args[0].dtype != affine.dtype)
+            or (is_dynamo_compiling() and takes_original(self, args[0], weight, bias))
         ):
             return original.forward(self, *args, **kwargs)
-        eps, shape = getattr(self, eps_name), getattr(self, "normalized_shape", None)
-        options: dict[str, Any] = {"normalized_shape": shape, "zero_centered": zero_centered}
-        if norm == "layer_norm":
-            return fused_layer_norm(args[0], weight, bias, eps, **options)
-        return fused_rms_norm(args[0], weight, eps, **options)
+        factor = None if kind == "1" else weight
+        if is_rounded and factor is not None:
+            factor = factor + 1
+        eps, shape = formula.eps_of(self), getattr(self, "normalized_shape", None)
+        options: dict[str, Any] = {
+            "normalized_shape": shape,
+            "zero_centered": zero_centered,
+        }
+        try:
+            if norm == "layer_norm":
+                return fused_layer_norm(args[0], factor, bias, eps, **options)
+            return fused_rms_norm(args[0], factor, eps, **options)
+        except (RuntimeError, TypeError):
+            if not takes_original(self, args[0], weight, bias, has_failed=True):
+                raise
+        return original.forward(self, *args)
 
     def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
         reduced: tuple[Any, ...] = original.__reduce_ex__(self, protocol)
@@ -73,7 +97,7 @@ def _subclass(original: Any, norm: Norm, zero_centered: bool, eps_name: str) -> 
         make, *args = (original if part is cls else part for part in (make, *args))
         return _restore, (*recipe, make, tuple(args)), *state
 
-    recipe = original, norm, zero_centered, eps_name
+    recipe = original, *formula
     cls = type(
         f"Fused{original.__name__}",
         (original,),
@@ -88,15 +112,9 @@ def _subclass(original: Any, norm: Norm, zero_centered: bool, eps_name: str) -> 
     return cls
 
 
-def _restore(
-    original: type[nn.Module],
-    norm: Norm,
-    zero_centered: bool,
-    eps_name: str,
-    make: Any,
-    args: tuple[Any, ...],
-) -> Any:
+def _restore(original: type[nn.Module], *recipe: Any) -> Any:
     """Unpickle: an instance as the original class makes it, in its fused class."""
+    *formula, make, args = recipe
     module = make(*args)
-    module.__class__ = fused_class(original, norm, zero_centered, eps_name)
+    module.__class__ = fused_class(original, Formula(*formula))
     return module

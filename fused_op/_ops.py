@@ -51,6 +51,14 @@ def shares_gradient(
     return dropout_p == 0 and residual_dtype in (None, input_dtype)
 
 
+def param_grad_dtype(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> torch.dtype:
+    """``param_dtype`` of backward. Where weight and bias differ, autograd rounds to either."""
+    affine = weight if weight is not None else bias
+    if affine is None:
+        return input.dtype
+    return affine.dtype if bias is None or bias.dtype == affine.dtype else compute_dtype(input)
+
+
 def _norm_backward(
     norm: str,
     grad_output: Tensor,

@@ -1,39 +1,39 @@
 """Whether the fused op may take the place of a norm module's forward: both are run and compared.
 
 Random parameters stand in for the module's own: a fresh model's ones and zeros would hide what the
-forward does with them. The rows come in two, three and four dimensions, since a forward may tell
-images from sequences by that, and in magnitudes from far below the root of eps to far above it.
+forward does with them. Rows come in one to five dimensions and from none to more than a hundred,
+since a forward may tell images from sequences by that; in magnitudes from far below the root of eps
+to far above it; and as zeros, NaN and infinities, since a forward may hide those.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .reference import Norm, Shape, compute, compute_dtype
+from ._fused_class import Formula
+from ._probe import Refusal, check_side_effects, make_probe, run_forward
+from .reference import Shape, compute, compute_dtype
 
 BATCHES: tuple[tuple[int, ...], ...] = ((7,), (2, 5), (2, 3, 5))
+# Where the original runs them too; outside of training alone, since they take as long as the rest.
+MORE_BATCHES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (65,), (17, 1), (2, 1, 2, 1, 3))
 MAGNITUDES = (2.0**-20, 2.0**-10, 2.0**-3, 1.0, 2.0**3, 2.0**10)
-
-
-class Refusal(Exception):
-    """Why a module stays as it is; the sentence begins after the module's name."""
-
-
-class Formula(NamedTuple):
-    """What the forward of a module computes, besides its shape and its eps."""
-
-    norm: Norm
-    zero_centered: bool  # multiplies by 1 + weight
+LARGEST = {torch.float16: 2.0**12}  # times a normal number, 2**15
+OTHERS_LARGEST = 2.0**50  # sums of whose squares are finite in float32
 
 
 def prove(
-    module: nn.Module, fused: type[nn.Module], formula: Formula, like: Tensor, shape: Shape
+    module: nn.Module,
+    fused: type[nn.Module],
+    formula: Formula,
+    like: Tensor,
+    shape: Shape,
+    shared: dict[int, Any],
 ) -> int:
     """Compare a module's forward, and the gradients through it, with that of its fused class.
 
@@ -43,6 +43,7 @@ def prove(
         formula: what that class computes.
         like: a tensor of the dtype and device to compare in.
         shape: what the module normalises together.
+        shared: as of :func:`make_probe`.
 
     Returns:
         How many spacings of the dtype (ulp) the outputs may be apart: 1 where the original rounds
@@ -55,58 +56,59 @@ def prove(
     generator = torch.Generator(like.device).manual_seed(0)
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(
-            *size, generator=generator, device=like.device, dtype=compute_dtype(like)
-        )
+        return torch.randn(size, generator=generator, device=like.device, dtype=compute_dtype(like))
 
-    magnitudes = torch.tensor(MAGNITUDES, dtype=compute_dtype(like), device=like.device)
-    probe = copy.copy(module)
-    probe.__dict__["_parameters"] = {
-        name: None if p is None else nn.Parameter(normal(*p.shape).to(p.dtype))
-        for name, p in module._parameters.items()
-    }
+    largest = LARGEST.get(like.dtype, OTHERS_LARGEST)
+    magnitudes = torch.tensor((*MAGNITUDES, largest), dtype=compute_dtype(like), device=like.device)
+
+    def some_rows(batch: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """At magnitude 1, and at all magnitudes in turn."""
+        per_row = *batch, *[1] * len(shape)
+        rows = normal(*batch, *shape) + normal(*per_row)
+        row = torch.arange(math.prod(batch), device=like.device).reshape(per_row)
+        scaled = rows * magnitudes[row % len(magnitudes)]
+        return rows.to(like.dtype), scaled.to(like.dtype)
+
     devices = [like.device] if like.device.type == "cuda" else []
     ulps = 1
-    with torch.random.fork_rng(devices), torch.autocast(like.device.type, enabled=False):
+    # A caller's inference mode would leave no gradients to compare.
+    with (
+        torch.inference_mode(False),
+        torch.random.fork_rng(devices),
+        torch.autocast(like.device.type, enabled=False),
+    ):
+        probe = make_probe(module, normal, shared)
         for training in (False, True):
             probe.training = training
+            check_side_effects(probe, some_rows((3,))[0], shared)
             for batch in BATCHES:
-                per_row = *batch, *[1] * len(shape)
-                rows = normal(*batch, *shape) + normal(*per_row)
-                row = torch.arange(math.prod(batch), device=like.device).reshape(per_row)
-                x = (rows * magnitudes[row % len(MAGNITUDES)]).to(like.dtype)
+                rows, x = some_rows(batch)
                 ulps = max(ulps, _compare_outputs(probe, fused, formula, x, shape))
             # At magnitude 1 alone: the gradient of small rows overflows float16.
-            _compare_gradients(probe, fused, formula, rows.to(like.dtype), shape, normal)
+            _compare_gradients(probe, fused, formula, rows, shape, normal)
+            _compare_special_rows(probe, fused, formula, rows, len(shape))
+        probe.training = False
+        for batch in MORE_BATCHES:
+            _, x = some_rows(batch)
+            try:
+                ulps = max(ulps, _compare_outputs(probe, fused, formula, x, shape))
+            except Refusal as refusal:
+                if not refusal.is_of_run:
+                    raise
     return ulps
-
-
-def _call(cls: Any, probe: nn.Module, x: Tensor) -> Tensor:
-    before = probe.__class__
-    probe.__class__ = cls  # for what forward looks up in its class
-    try:
-        y = cls.forward(probe, x)
-    except Exception as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise Refusal(
-            f"forward of rows {list(x.shape)} raises {type(error).__name__}: {reason}"
-        ) from error
-    finally:
-        probe.__class__ = before
-    if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
-        got = f"{y.dtype}{list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
-        raise Refusal(f"forward of {x.dtype}{list(x.shape)} returns {got}")
-    return y
 
 
 @torch.no_grad()
 def _compare_outputs(
     probe: nn.Module, fused: type[nn.Module], formula: Formula, x: Tensor, shape: tuple[int, ...]
 ) -> int:
-    old, new = _call(type(probe), probe, x).double(), _call(fused, probe, x).double()
+    old = run_forward(type(probe), probe, x).double()
+    new = run_forward(fused, probe, x).double()
     factor, bias = _params(probe, formula)
-    truth = compute(*(formula.norm, x.double(), None, factor, bias, None, _eps(probe, x), shape))[0]
-    noise = _noise(x, shape) * _condition(probe, formula, x, shape)["output"]
+    eps = _eps(probe, formula, x)
+    truth = compute(*(formula.norm, x.double(), None, factor, bias, None, eps, shape))[0]
+    condition = _condition(probe, formula, x, shape)["output"]
+    noise = _noise(x, shape) * condition
     ulp = _ulp(torch.maximum(old.abs(), new.abs()), x.dtype)
     # A normalised value that is subnormal is off by half the smallest spacing, times the factor.
     info = torch.finfo(x.dtype)
@@ -120,10 +122,31 @@ def _compare_outputs(
     ulps = 1 if once else 2
     if proved and bool(((old - new).abs() <= ulps * ulp + subnormal + 2 * noise).all()):
         return ulps
-    raise Refusal(
-        f"differs from {formula.norm} over the last {len(shape)} dimension(s) by more than "
-        f"{x.dtype} rounds"
-    )
+    difference = f"differs from {formula.norm} over the last {len(shape)} dimension(s)"
+    if bool((error <= 3 * info.eps * condition + subnormal + noise).all()):
+        raise Refusal(f"{difference} by roundings to {x.dtype} in between, which are not ours")
+    raise Refusal(f"{difference} by more than {x.dtype} rounds", is_of_values=True)
+
+
+@torch.no_grad()
+def _compare_special_rows(
+    probe: nn.Module, fused: type[nn.Module], formula: Formula, rows: Tensor, normalized_ndim: int
+) -> None:
+    """Rows of zeros give what the op gives, and NaN and infinities show."""
+    x = rows.flatten(0, rows.dim() - normalized_ndim - 1).clone()
+    if x.numel() == 0:
+        return
+    for row, value in enumerate((math.nan, math.inf, -math.inf)):
+        x[row].view(-1)[-1] = value
+    x[3] = 0
+    old, new = (run_forward(cls, probe, x) for cls in (type(probe), fused))
+    for row in range(3):
+        if bool(old[row].isfinite().all()):
+            raise Refusal("hides NaN or infinities of its input")
+    scale = 8 * torch.finfo(x.dtype).eps * (1 + new[3].abs().nan_to_num())
+    both_nan = old[3].isnan() & new[3].isnan()  # 0 / 0, where eps is 0
+    if not bool((both_nan | ((old[3] - new[3]).abs() <= scale)).all()):
+        raise Refusal(f"differs from {formula.norm} in rows of zeros")
 
 
 def _compare_gradients(
@@ -135,21 +158,21 @@ def _compare_gradients(
     normal: Callable[..., Tensor],
 ) -> None:
     dy = normal(*x.shape).to(x.dtype)
-    names = ["input", *(name for name, p in probe._parameters.items() if p is not None)]
+    parameters = {name: p for name, p in probe._parameters.items() if p is not None}
     found = []
     with torch.enable_grad():
         for cls in (type(probe), fused):
             leaf = x.detach().requires_grad_()
-            inputs = [leaf, *(p for p in probe._parameters.values() if p is not None)]
-            y = _call(cls, probe, leaf)
+            y = run_forward(cls, probe, leaf)
             if not y.requires_grad:
                 raise Refusal("gives no gradient")
+            inputs = [leaf, *parameters.values()]
             found.append(torch.autograd.grad(y, inputs, dy, allow_unused=True))
     condition = _condition(probe, formula, x, shape, dy)
     # An original in 16 bits rounds a handful of terms on its way back: twice four ulp of the sum of
     # their magnitudes. A sum over rows may be held in 16 bits too, one rounding for each level.
     tolerance = 8 * torch.finfo(x.dtype).eps + 2 * _noise(x, shape)
-    for name, old, new in zip(names, *found, strict=True):
+    for name, old, new in zip(("input", *parameters), *found, strict=True):
         bound = tolerance * condition[f"grad_{name}"]
         if old is None or new is None or not bool(((old - new).double().abs() <= bound).all()):
             raise Refusal(f"the gradient of its {name} is another than that of {formula.norm}")
@@ -165,10 +188,14 @@ def _ulp(y: Tensor, dtype: torch.dtype) -> Tensor:
 def _params(probe: nn.Module, formula: Formula) -> tuple[Tensor | None, Tensor | None]:
     """What the normalised values are multiplied by, and what is added to them."""
     weight, bias = (getattr(probe, name, None) for name in ("weight", "bias"))
-    return (
-        None if weight is None else weight.detach().double() + formula.zero_centered,
-        None if bias is None else bias.detach().double(),
-    )
+    if formula.factor == "1":
+        weight = None
+    if weight is not None:
+        weight = weight.detach()
+        if formula.factor == "rounded 1 + weight":
+            weight = weight + 1
+        weight = weight.double() + (formula.factor == "1 + weight")
+    return weight, None if bias is None else bias.detach().double()
 
 
 def _noise(x: Tensor, shape: tuple[int, ...]) -> float:
@@ -181,9 +208,8 @@ def _noise(x: Tensor, shape: tuple[int, ...]) -> float:
     return steps * torch.finfo(compute_dtype(x)).eps / 2
 
 
-def _eps(module: Any, x: Tensor) -> float:
-    eps = getattr(module, "variance_epsilon", None)
-    eps = getattr(module, "eps", None) if eps is None else eps
+def _eps(probe: nn.Module, formula: Formula, x: Tensor) -> float:
+    eps = formula.eps_of(probe)
     return torch.finfo(compute_dtype(x)).eps if eps is None else float(eps)
 
 
@@ -199,7 +225,7 @@ def _condition(
     rows = tuple(range(x.dim() - len(shape)))
     factor, bias = _params(probe, formula)
     centred = formula.norm == "layer_norm"
-    x, eps = x.detach().double(), _eps(probe, x)
+    x, eps = x.detach().double(), _eps(probe, formula, x)
     mean = x.mean(dims, keepdim=True) if centred else torch.zeros_like(x)
     rstd = ((x - mean).square().mean(dims, keepdim=True) + eps).rsqrt()
     # Subtracting the mean cancels: its rounding moves every normalised value of the row.

@@ -116,14 +116,9 @@ def cast(
     bias: Tensor | None,
     rng_state: Tensor | None,
 ) -> Tensors:
-    """Under autocast, dtypes that do not fit together meet in the wider one, and lose nothing."""
+    """Under autocast, rows that do not fit together meet in the wider dtype, and lose nothing."""
     wider = residual is not None and residual.dtype == torch.float32 and input.dtype.itemsize == 2
     if residual is not None and not wider:
         dtype = torch.promote_types(input.dtype, residual.dtype)
         input, residual = input.to(dtype), residual.to(dtype)
-    params = {p.dtype for p in (weight, bias) if p is not None}
-    if params != {input.dtype}:
-        dtype = reference.compute_dtype(input)
-        weight = None if weight is None else weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
     return input, residual, weight, bias, rng_state

@@ -13,18 +13,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from ._fused_class import EPS_NAMES, fused_class, is_fused
-from ._proof import Formula, Refusal, prove
-from .modules import FusedLayerNorm, FusedRMSNorm
+from ._arguments import KERNEL_DTYPES
+from ._fused_class import Factor, Formula, fused_class, is_fused
+from ._probe import Refusal, explain, state_key
+from ._proof import prove
+from .modules import CONVERTED, FusedLayerNorm, FusedRMSNorm
 from .reference import Norm
 
 Select = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# In a converted module's __dict__: its class before. Absent where a user built a FusedLayerNorm.
-_MARK = "_class_before_convert"
+EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+# Where a class has none of these, its forward may have the number itself.
+EPS_NUMBERS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-7, 1e-10, 1e-3, torch.finfo(torch.float32).eps)
 _NOTE = {2: "up to 2 ulp apart: the original rounds before the weight too"}
 
 
@@ -69,17 +72,21 @@ def convert(model: nn.Module, *, include: Select = None, exclude: Select = None)
     """Give every norm of the model that can be proved equal a fused forward, in place.
 
     ``torch.nn.LayerNorm`` and ``RMSNorm`` become :class:`FusedLayerNorm` and :class:`FusedRMSNorm`.
-    Other leaf modules with an ``eps`` or ``variance_epsilon``, at most a ``weight`` and a ``bias``,
-    and no buffers become a subclass of their class; Gemma's, which multiply by ``1 + weight``, too.
-    Each is first run beside the fused op, forward and backward, on random rows in the dtype and on
-    the device of its parameters; the random state of torch does not change. What differs by more
-    than the roundings of the dtype is left as it is.
+    Other leaf modules that look like a norm, by name or by an ``eps``, with at most a ``weight``
+    and a ``bias``, become a subclass of their class; Gemma's, which multiply by ``1 + weight``,
+    too. A copy of each is first run beside the fused op, forward and backward, in the dtype and on
+    the device of its parameters: on random rows of many magnitudes and shapes, on zeros, and on NaN
+    and infinities. The random state of torch does not change. What differs by more than the
+    roundings of the dtype, or does more than compute its result, is left as it is. A comparison
+    does not see everything: not what a forward does from some number of rows on, nor an attribute
+    that changes its meaning later.
 
     Forward hooks stay and run as before. A proof holds for the dtype that the module has, so
-    convert after ``model.to(dtype)``. In a class that is not PyTorch's, rows of another dtype than
-    the parameters, and calls with more than the input, still take the original forward. A wrapper
-    that replaced the class, ``forward`` or parameters of a norm keeps it from conversion, so
-    convert before ``fully_shard`` and the like.
+    convert after ``model.to(dtype)``. Inputs that no kernel knows (nested, sparse, complex) take
+    the original forward; in a class that is not PyTorch's, so do rows of another dtype than the
+    parameters, and calls with more than the input. A wrapper that replaced the class, ``forward``
+    or parameters of a norm keeps it from conversion, so convert before ``fully_shard`` and the
+    like.
 
     Copies and pickles of a converted model are converted. To unpickle one takes this package:
     :func:`revert` first, or save the ``state_dict``, which is the same before and after.
@@ -102,6 +109,8 @@ def convert(model: nn.Module, *, include: Select = None, exclude: Select = None)
     included = _selection("include", include, norms)
     excluded = _selection("exclude", exclude, norms)
     like = next(model.parameters(), torch.empty(0))
+    verdicts: dict[Any, _Verdict] = {}
+    shared: dict[int, Any] = {id(o): o for o in (*model.modules(), *model.parameters())}
     changes: list[tuple[nn.Module, type[nn.Module]]] = []
     converted, skipped = [], []
     for names, module in norms:
@@ -111,7 +120,7 @@ def convert(model: nn.Module, *, include: Select = None, exclude: Select = None)
                 raise Refusal("is not included")
             if id(module) in excluded:
                 raise Refusal("is excluded")
-            after, ulps = _judge(module, like)
+            after, ulps = _judge_once(module, like, shared, verdicts)
         except Refusal as refusal:
             skipped.append(Skipped(names[0], before.__name__, str(refusal)))
             continue
@@ -119,7 +128,7 @@ def convert(model: nn.Module, *, include: Select = None, exclude: Select = None)
         converted.append(Converted(names[0], before.__name__, after.__name__, ulps))
     # Only now: an error on the way here, such as one in a predicate, has left the model alone.
     for module, after in changes:
-        module.__dict__[_MARK] = module.__class__
+        module.__dict__[CONVERTED] = module.__class__
         module.__class__ = after
     return Report(tuple(converted), tuple(skipped))
 
@@ -131,7 +140,8 @@ def revert(model: nn.Module) -> Report:
         model: a converted model, or a copy of one, or one unpickled.
 
     Returns:
-        The norms that changed back. Skipped are those whose class something else has changed since.
+        The norms that changed back. Skipped are those whose class or forward something else has
+        changed since.
 
     Raises:
         TypeError: ``model`` is no module.
@@ -140,17 +150,29 @@ def revert(model: nn.Module) -> Report:
         raise TypeError(f"revert: model must be a torch.nn.Module, not {type(model).__name__}")
     converted, skipped = [], []
     for name, module in model.named_modules():
-        if _MARK not in module.__dict__:
+        if CONVERTED not in module.__dict__:
             continue
         after = type(module)
-        if not is_fused(after):
-            reason = "its class was changed after convert: undo that first"
+        changed = None if is_fused(after) else "class"
+        if "forward" in module.__dict__ and not _is_own_forward(module):
+            changed = "forward"
+        if changed is not None:
+            reason = f"its {changed} was changed after convert: undo that first"
             skipped.append(Skipped(name, after.__name__, reason))
             continue
-        before = module.__dict__.pop(_MARK)
+        module.__dict__.pop("forward", None)
+        before = module.__dict__.pop(CONVERTED)
         module.__class__ = before
         converted.append(Converted(name, after.__name__, before.__name__, 0))
     return Report(tuple(converted), tuple(skipped))
+
+
+def _is_own_forward(module: nn.Module) -> bool:
+    """Whether forward on the instance is that of its class, as unhooking leaves it behind."""
+    forward: Any = module.__dict__["forward"]
+    return getattr(forward, "__func__", None) is type(module).forward and (
+        forward.__self__ is module
+    )
 
 
 def _norms(function: str, model: Any) -> list[tuple[list[str], nn.Module]]:
@@ -196,34 +218,71 @@ def _selection(argument: str, select: Select, norms: list[tuple[list[str], nn.Mo
     return chosen
 
 
-def _judge(module: nn.Module, like: Tensor) -> tuple[type[nn.Module], int]:
+_Verdict = tuple[type[nn.Module], int] | Refusal
+
+
+def _judge_once(
+    module: nn.Module, like: Tensor, shared: dict[int, Any], verdicts: dict[Any, _Verdict]
+) -> tuple[type[nn.Module], int]:
+    """As :func:`_judge`, but the norms of a model's layers, which are alike, have one proof."""
+    key = like.dtype, like.device, state_key(module)
+    if key not in verdicts:
+        try:
+            verdicts[key] = _judge(module, like, shared)
+        except Refusal as refusal:
+            verdicts[key] = refusal
+    verdict = verdicts[key]
+    if isinstance(verdict, Refusal):
+        raise verdict
+    return verdict
+
+
+def _judge(module: nn.Module, like: Tensor, shared: dict[int, Any]) -> tuple[type[nn.Module], int]:
     """The class that the module may get and the ulps of :func:`prove`, or a Refusal."""
-    if _MARK in module.__dict__ or isinstance(module, (FusedLayerNorm, FusedRMSNorm)):
+    if CONVERTED in module.__dict__ or isinstance(module, (FusedLayerNorm, FusedRMSNorm)):
         raise Refusal("is fused already")
-    eps_name = _structure(module)
-    params = [p for p in module._parameters.values() if p is not None]
-    like = params[0] if params else like
+    given = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+    if any(map(is_lazy, given)):
+        raise Refusal("is lazy: run the model once, which gives its parameters their shapes")
+    like = given[0] if given else like
+    shape = getattr(module, "normalized_shape", None) or (given[0].shape if given else (16,))
+    try:
+        _check_structure(module)
+        _check_kind(like, given)
+        return _prove_one(module, like, shape, shared)
+    except Refusal as refusal:
+        cols = 16 if not shape else shape if isinstance(shape, int) else shape[-1]
+        raise explain(refusal, module, like, cols, shared) from None
+
+
+def _prove_one(
+    module: nn.Module, like: Tensor, shape: Any, shared: dict[int, Any]
+) -> tuple[type[nn.Module], int]:
+    """The proof of the first formula that has one."""
+    first: Refusal | None = None  # the likeliest
+    for formula in _candidates(module, like):
+        try:
+            after = fused_class(type(module), formula)
+            return after, prove(module, after, formula, like, shape, shared)
+        except Refusal as refusal:
+            first = first or refusal
+    assert first is not None
+    raise first
+
+
+def _check_kind(like: Tensor, given: list[Tensor]) -> None:
     if like.device.type == "meta":
         raise Refusal("is on the meta device, where nothing can be proved: give it memory first")
     if like.device.type not in ("cpu", "cuda"):
         raise Refusal(f"is on {like.device.type}, for which there is no kernel")
-    if like.dtype not in _DTYPES:
+    if like.dtype not in KERNEL_DTYPES:
         raise Refusal(f"is of {like.dtype}, for which there is no kernel")
-    if any((p.dtype, p.device) != (like.dtype, like.device) for p in params):
+    if any((p.dtype, p.device) != (like.dtype, like.device) for p in given):
         raise Refusal("its weight and bias differ in dtype or device")
-    shape = getattr(module, "normalized_shape", None) or (params[0].shape if params else (16,))
-    refusal = Refusal()
-    for formula in _candidates(module):
-        try:
-            after = fused_class(type(module), *formula, eps_name)
-            return after, prove(module, after, formula, like, shape)
-        except Refusal as error:
-            refusal = error if not refusal.args else refusal  # the first is the likeliest
-    raise refusal
 
 
-def _structure(module: nn.Module) -> str:
-    """The name of its eps, after a check that its state is no more than weight, bias and eps."""
+def _check_structure(module: nn.Module) -> None:
+    """Its state has to be no more than weight, bias and eps."""
     if isinstance(module, torch.jit.ScriptModule):
         raise Refusal("is compiled by TorchScript")
     if parametrize.is_parametrized(module):
@@ -232,33 +291,47 @@ def _structure(module: nn.Module) -> str:
         raise Refusal("its forward is replaced on the instance")
     if module._modules:
         raise Refusal("contains other modules")
-    if module._buffers:
-        raise Refusal(f"has buffers ({', '.join(module._buffers)})")
-    if extra := [name for name in module._parameters if name not in ("weight", "bias")]:
-        raise Refusal(f"has parameters other than weight and bias ({', '.join(extra)})")
-    for name in ("weight", "bias"):
+    known = ("weight", "bias")
+    if extra := [name for name in module._buffers if name not in known]:
+        raise Refusal(f"has buffers ({', '.join(extra)})", is_of_values=True)
+    if extra := [name for name in module._parameters if name not in known]:
+        raise Refusal(
+            f"has parameters other than weight and bias ({', '.join(extra)})", is_of_values=True
+        )
+    for name in known:
         value = getattr(module, name, None)
         if value is None:
             continue
-        if module._parameters.get(name) is not value:
+        if value is not module._parameters.get(name) and value is not module._buffers.get(name):
             raise Refusal(f"its {name} is not a parameter")
-        if type(value) is not nn.Parameter or value.is_quantized:
+        if type(value) not in (nn.Parameter, Tensor) or getattr(value, "is_quantized", False):
             raise Refusal(f"its {name} is a {type(value).__name__}, not a plain parameter")
     eps_name = _eps_name(module)
-    if eps_name is None:
-        raise Refusal("has no eps")
-    if not isinstance(eps := getattr(module, eps_name), (float, int)) and eps is not None:
+    eps = None if eps_name is None else getattr(module, eps_name)
+    if not isinstance(eps, (float, int)) and eps is not None:
         raise Refusal(f"its {eps_name} is a {type(eps).__name__}, not a number")
-    return eps_name
 
 
-def _candidates(module: nn.Module) -> list[Formula]:
+def _candidates(module: nn.Module, like: Tensor) -> list[Formula]:
     norms: list[Norm] = ["rms_norm", "layer_norm"]
     if isinstance(module, nn.LayerNorm) or getattr(module, "bias", None) is not None:
         norms = ["layer_norm"]
     elif isinstance(module, nn.RMSNorm):
         norms = ["rms_norm"]
-    formulas = [Formula(norm, zero_centered=False) for norm in norms]
-    if type(module) in (nn.LayerNorm, nn.RMSNorm) or getattr(module, "weight", None) is None:
-        return formulas
-    return formulas + [Formula(norm, zero_centered=True) for norm in norms]
+    factors: list[Factor] = ["weight"]
+    if (
+        type(module) not in (nn.LayerNorm, nn.RMSNorm)
+        and getattr(module, "weight", None) is not None
+    ):
+        factors.append("1 + weight")
+        if like.dtype.itemsize == 2:
+            factors.append("rounded 1 + weight")
+    if "weight" in module._buffers:  # a constant, there for the sake of some other code
+        factors.append("1")
+    eps_name = _eps_name(module)
+    return [
+        Formula(norm, factor, eps)
+        for eps in (EPS_NUMBERS if eps_name is None else (eps_name,))
+        for factor in factors
+        for norm in norms
+    ]

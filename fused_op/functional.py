@@ -31,7 +31,7 @@ from ._arguments import (
 )
 from ._disabled import open_blocks
 from ._main_grad import add_to_main_grad
-from ._ops import register_rules, shares_gradient
+from ._ops import param_grad_dtype, register_rules, shares_gradient
 from ._philox import dropout_state
 from ._routes import (
     Call,
@@ -67,8 +67,9 @@ def fused_layer_norm(
     Args:
         input: ``[..., *normalized_shape]``, float16, bfloat16, float32 or float64, on CPU or CUDA.
             Rows may be strided; other layouts are copied once.
-        weight: ``normalized_shape``, in the dtype of ``input``, or float32 beside a 16-bit input;
-            ``None`` means 1.
+        weight: ``normalized_shape``, in any of these dtypes; ``None`` means 1. The kernels read
+            that of ``input``, and float32 beside a 16-bit input; others are converted to the dtype
+            of the arithmetic in each call, and the gradient back.
         bias: like ``weight``; ``None`` means 0.
         eps: added to the variance before the root; finite.
         normalized_shape: what is normalised together; default: the shape of ``weight`` or ``bias``,
@@ -423,7 +424,7 @@ def _forward(
         main_grad,
         input.dtype,
         None if residual is None else residual.dtype,
-        input.dtype if affine is None else affine.dtype,
+        param_grad_dtype(input, weight, bias),
         output_dtype or input.dtype,
     )
     ctx.set_materialize_grads(False)

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
+from ._arguments import KERNEL_DTYPES, check_eps, check_extras
 from .functional import (
     fused_add_layer_norm,
     fused_add_rms_norm,
@@ -20,6 +22,36 @@ from .functional import (
     norm_to_main_grad,
 )
 from .reference import Shape
+
+# In the __dict__ of a module that convert changed: its class before.
+CONVERTED = "_class_before_convert"
+_KNOWN_DEVICES = frozenset({"cpu", "cuda", "meta"})
+
+
+def takes_original(module: Any, *tensors: Tensor | None, has_failed: bool = False) -> bool:
+    """Whether a converted module calls its original forward, to run wherever that runs.
+
+    Args:
+        module: any; no is the answer for one that ``convert`` did not change.
+        tensors: the input, weight and bias of the call.
+        has_failed: the fused op has raised. A tensor subclass may not know it, and the original
+            may broadcast. A missing build or a failed launch is no reason.
+    """
+    if not hasattr(module, CONVERTED):
+        return False
+    given = [t for t in tensors if isinstance(t, Tensor)]
+    return any(
+        t.dtype not in KERNEL_DTYPES
+        or t.layout is not torch.strided
+        or t.is_nested
+        or t.device.type not in _KNOWN_DEVICES
+        or (has_failed and type(t) not in (Tensor, nn.Parameter))
+        for t in given
+    ) or (has_failed and any(given[0].shape[-t.dim() :] != t.shape for t in given))
+
+
+def _do_nothing(module: nn.Module, args: Any) -> None:
+    """The hook of :meth:`_Extras._keep_off_fast_paths`."""
 
 
 class _Extras:
@@ -37,9 +69,19 @@ class _Extras:
 
     def _set_extras(self, **extras: Any) -> None:
         """Before PyTorch's constructor, which calls reset_parameters."""
+        check_extras(type(self).__name__, **extras)
         for name, value in extras.items():
             if value != getattr(_Extras, name):
                 object.__setattr__(self, name, value)
+
+    def _keep_off_fast_paths(self: Any) -> None:
+        """Make forward the only way to the result, where the parameters alone do not tell it.
+
+        ``nn.TransformerEncoderLayer`` reads the parameters of its norms past ``forward`` in
+        inference, unless one of its modules has a hook.
+        """
+        if self.zero_centered or self.out_dtype is not None:
+            self.register_forward_pre_hook(_do_nothing)
 
     def _options(self: Any) -> dict[str, Any]:
         """The keyword arguments of every function."""
@@ -47,7 +89,8 @@ class _Extras:
             "normalized_shape": self.normalized_shape,
             "zero_centered": self.zero_centered,
             "dropout_p": self.dropout_p,
-            "training": self.training,
+            # Not read without need: torch.compile compiles once more where it changes.
+            "training": not self.dropout_p or self.training,
             "out_dtype": self.out_dtype,
         }
 
@@ -69,8 +112,9 @@ class FusedLayerNorm(_Extras, nn.LayerNorm):
         elementwise_affine: False: neither weight nor bias.
         bias: False: no bias.
         device: of the parameters.
-        dtype: of the parameters; beside a 16-bit input it may be float32.
-        zero_centered: multiply by ``1 + weight``; the weight is initialised to 0.
+        dtype: of the parameters; beside a 16-bit input float32 costs nothing.
+        zero_centered: multiply by ``1 + weight``; the weight is initialised to 0. A ``state_dict``
+            does not tell: PyTorch's class, which loads it too, would multiply by ``weight``.
         dropout_p: of the output, while the module is in training mode.
         out_dtype: of the output; default: that of the input.
         memory_efficient: as in :func:`fused_op.fused_layer_norm`.
@@ -82,7 +126,8 @@ class FusedLayerNorm(_Extras, nn.LayerNorm):
         ``[..., *normalized_shape]`` to the same.
 
     Raises:
-        RuntimeError, TypeError, ValueError: in forward, as :func:`fused_op.fused_layer_norm`.
+        RuntimeError, TypeError, ValueError: as :func:`fused_op.fused_layer_norm`; in the
+            constructor already, where its arguments suffice to tell.
 
     Source: Ba, Kiros and Hinton 2016 (https://arxiv.org/abs/1607.06450).
     """
@@ -110,7 +155,9 @@ class FusedLayerNorm(_Extras, nn.LayerNorm):
             memory_efficient=memory_efficient,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
         )
+        check_eps(type(self).__name__, eps)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self._keep_off_fast_paths()
 
     def reset_parameters(self) -> None:
         """Set the factor to 1 and the bias to 0."""
@@ -127,11 +174,19 @@ class FusedLayerNorm(_Extras, nn.LayerNorm):
         if self.fuse_wgrad_accumulation:
             output: Tensor = norm_to_main_grad("layer_norm", self, input, None, self.bias)
             return output
-        return fused_layer_norm(
-            *(input, self.weight, self.bias, self.eps),
-            memory_efficient=self.memory_efficient,
-            **self._options(),
-        )
+        weight, bias = self.weight, self.bias
+        if is_dynamo_compiling() and takes_original(self, input, weight, bias):
+            return super().forward(input)
+        try:
+            return fused_layer_norm(
+                *(input, weight, bias, self.eps),
+                memory_efficient=self.memory_efficient,
+                **self._options(),
+            )
+        except (RuntimeError, TypeError):
+            if not takes_original(self, input, weight, bias, has_failed=True):
+                raise
+        return super().forward(input)
 
 
 class FusedRMSNorm(_Extras, nn.RMSNorm):
@@ -143,8 +198,9 @@ class FusedRMSNorm(_Extras, nn.RMSNorm):
             arithmetic (float32, or float64 for float64), whatever the dtype of the input.
         elementwise_affine: False: no weight.
         device: of the weight.
-        dtype: of the weight; beside a 16-bit input it may be float32.
-        zero_centered: multiply by ``1 + weight``; the weight is initialised to 0.
+        dtype: of the weight; beside a 16-bit input float32 costs nothing.
+        zero_centered: multiply by ``1 + weight``; the weight is initialised to 0. A ``state_dict``
+            does not tell: PyTorch's class, which loads it too, would multiply by ``weight``.
         dropout_p: of the output, while the module is in training mode.
         out_dtype: of the output; default: that of the input.
         memory_efficient: as in :func:`fused_op.fused_rms_norm`.
@@ -154,7 +210,7 @@ class FusedRMSNorm(_Extras, nn.RMSNorm):
         ``[..., *normalized_shape]`` to the same.
 
     Raises:
-        RuntimeError, TypeError, ValueError: in forward, as :func:`fused_op.fused_rms_norm`.
+        RuntimeError, TypeError, ValueError: as :class:`FusedLayerNorm`.
 
     Source: Zhang and Sennrich 2019 (https://arxiv.org/abs/1910.07467).
     """
@@ -181,7 +237,10 @@ class FusedRMSNorm(_Extras, nn.RMSNorm):
             memory_efficient=memory_efficient,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
         )
+        if eps is not None:
+            check_eps(type(self).__name__, eps)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self._keep_off_fast_paths()
 
     def reset_parameters(self) -> None:
         """Set the factor to 1."""
@@ -198,11 +257,19 @@ class FusedRMSNorm(_Extras, nn.RMSNorm):
         if self.fuse_wgrad_accumulation:
             output: Tensor = norm_to_main_grad("rms_norm", self, x, None, None)
             return output
-        return fused_rms_norm(
-            *(x, self.weight, self.eps),
-            memory_efficient=self.memory_efficient,
-            **self._options(),
-        )
+        weight = self.weight
+        if is_dynamo_compiling() and takes_original(self, x, weight):
+            return super().forward(x)
+        try:
+            return fused_rms_norm(
+                *(x, weight, self.eps),
+                memory_efficient=self.memory_efficient,
+                **self._options(),
+            )
+        except (RuntimeError, TypeError):
+            if not takes_original(self, x, weight, has_failed=True):
+                raise
+        return super().forward(x)
 
 
 class FusedAddLayerNorm(FusedLayerNorm):

@@ -13,20 +13,13 @@ from tests.ops import F64, OPS, Op
 
 # Each row: its name, then the calls; below each call what it raises.
 REFUSED = r"""
-02_mixed_dtypes
-    norm(X, W.bfloat16())
-        RuntimeError: expect parameter to have scalar type of Float for input of Float, got
-    norm(X.half(), W.bfloat16())
-        RuntimeError: to have scalar type of Float or Half for input of Half, got weight of BFloat16
-    norm(X, W.double())
-        RuntimeError: got weight of Double
-    norm(X.double(), W)
-        RuntimeError: to have scalar type of Double for input of Double, got weight of Float
-03_weight_and_bias_of_two_dtypes
-    layer(X.half(), W, B.half())
-        RuntimeError: weight and bias must have one dtype, got Float and Half
-    layer(X.half(), None, B.bfloat16())
-        RuntimeError: to have scalar type of Float or Half for input of Half, got bias of BFloat16
+02_parameters_that_are_no_floats
+    norm(X, W.long())
+        RuntimeError: expect parameter to have scalar type of Float, Half, BFloat16 or Double, got
+    norm(X, W.cfloat())
+        RuntimeError: got weight of ComplexFloat
+    layer(X, None, B.to(torch.float8_e4m3fn))
+        RuntimeError: got bias of Float8_e4m3fn
 04_integer_input
     norm(X.long())
         NotImplementedError: for 'Long': input must be float16, bfloat16, float32 or float64
@@ -134,6 +127,14 @@ ACCEPTED = r"""
 01_16_bit_rows_beside_f32_parameters
     layer(X.half(), W, B)
     norm(X.bfloat16(), W)
+02_parameters_of_another_dtype
+    norm(X, W.bfloat16())
+    norm(X.half(), W.bfloat16())
+    norm(X, W.double())
+    norm(X.double(), W)
+03_weight_and_bias_of_two_dtypes
+    layer(X.half(), W, B.half())
+    layer(X.half(), None, B.bfloat16())
 14_absent_parameters
     norm(X)
     norm(X, W)
@@ -255,7 +256,11 @@ def theirs(op: Op):
         )
         shape = (shape,) if isinstance(shape, int) else shape
         if eps is None:
-            eps = 1e-5 if op.centred else torch.finfo(torch.float32).eps
+            eps = (
+                1e-5
+                if op.centred
+                else torch.finfo(F64 if input.dtype is F64 else torch.float32).eps
+            )
         if op.centred:
             output = F.layer_norm(x, shape, w, b, float(eps))
         else:

@@ -149,9 +149,154 @@ class ChildNorm(nn.LayerNorm):
         self.dropout = nn.Dropout()
 
 
-class HiddenEpsNorm(nn.Module):
+class HidesNan(LlamaNorm):
     def forward(self, x):
-        return F.layer_norm(x, x.shape[-1:])
+        return torch.nan_to_num(super().forward(x))
+
+
+class HidesZeros(LlamaNorm):
+    """Rows of zeros, as of padding, become ones."""
+
+    def forward(self, x):
+        return torch.where((x == 0).all(-1, keepdim=True), torch.ones_like(x), super().forward(x))
+
+
+class Clamps(LlamaNorm):
+    """Far above what a model in float16 could hold."""
+
+    def forward(self, x):
+        return super().forward(x.clamp(-8000, 8000))
+
+
+class ClampsLittle(LlamaNorm):
+    def forward(self, x):
+        return super().forward(torch.where(x.abs() < 2**-19, 0, x))
+
+
+class ManyRows(LlamaNorm):
+    def forward(self, x):
+        return x if x.shape[0] > 64 else super().forward(x)
+
+
+class FiveDimensions(LlamaNorm):
+    def forward(self, x):
+        return x if x.dim() == 6 else super().forward(x)
+
+
+class Counts(LlamaNorm):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Remembers(LlamaNorm):
+    last = None
+
+    def forward(self, x):
+        self.last = x.shape
+        return super().forward(x)
+
+
+class Logs(LlamaNorm):
+    """A list, which a shallow copy would share."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def forward(self, x):
+        self.log.append(len(x.shape))
+        return super().forward(x)
+
+
+class State:
+    seen = 0
+
+
+class LogsInTraining(LlamaNorm):
+    """In an object of its own, and in training alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = State()
+
+    def forward(self, x):
+        if self.training:
+            self.state.seen += 1
+        return super().forward(x)
+
+
+class NeedsGate(LlamaNorm):
+    def forward(self, hidden_states, gate):
+        return super().forward(hidden_states) * F.silu(gate)
+
+
+class NeedsOptionalGate(LlamaNorm):
+    def forward(self, hidden_states, gate=None):
+        return super().forward(hidden_states) * F.silu(gate)
+
+
+class Activation(nn.Module):
+    """As XIELUActivation, which has an eps too."""
+
+    def __init__(self):
+        super().__init__()
+        self.alpha, self.eps = nn.Parameter(torch.ones(1)), 1e-6
+
+    def forward(self, x):
+        return self.alpha * F.elu(x) + self.eps
+
+
+class AffineNorm(nn.Module):
+    """As NoNorm of MobileBERT."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(COLS)), nn.Parameter(torch.zeros(COLS))
+
+    def forward(self, x):
+        return x * self.weight + self.bias
+
+
+class RoundsOften(nn.LayerNorm):
+    """As DeBERTa's: to 16 bits after the normalisation, the product and the sum."""
+
+    def __init__(self):
+        super().__init__(COLS)
+
+    def forward(self, x):
+        y = F.layer_norm(x.float(), self.normalized_shape, eps=self.eps).to(x.dtype)
+        return self.weight * y + self.bias
+
+
+class HiddenEpsNorm(nn.Module):
+    """As OLMo's: the number is in the code."""
+
+    def __init__(self, number=1e-5):
+        super().__init__()
+        self.number = number
+
+    def forward(self, x):
+        return F.layer_norm(x, x.shape[-1:], eps=self.number)
+
+
+class BufferNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.linspace(1, 2, COLS))
+        self.eps = 1e-6
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class UnusedBufferNorm(BufferNorm):
+    """As FalconMamba's, whose weight is there for the sake of some kernels."""
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], None, self.eps)
 
 
 class SubclassedParameter(nn.Parameter):

@@ -67,9 +67,9 @@ def test_nested_and_disabled_regions(device):
             assert fused_op.fused_layer_norm(x, weight.half()).dtype is F32
         with torch.autocast(device, enabled=False):
             assert fused_op.fused_layer_norm(x, weight).dtype is F32
-            with pytest.raises(RuntimeError, match="mixed dtype"):
-                fused_op.fused_layer_norm(x, weight.half())
-        assert fused_op.fused_layer_norm(x, weight.half()).dtype is F32
+            with pytest.raises(RuntimeError, match="residual must have the dtype of input"):
+                fused_op.fused_add_layer_norm(x, x.half())
+        assert fused_op.fused_add_layer_norm(x, x.half())[0].dtype is F32
 
 
 class Block(nn.Module):

@@ -61,7 +61,7 @@ def test_accepted(call, device):
             # Of the largest element, since a small one may be what is left of large ones: its own
             # rounding, and some of the arithmetic in f32 or f64.
             size = truth.nan_to_num().abs().max().item() if truth.numel() else 0.0
-            compute = F64 if actual.dtype is F64 else F32
+            compute = F64 if got[0].dtype is F64 else F32
             roundings = torch.finfo(actual.dtype).eps + 32 * torch.finfo(compute).eps
             free = {"rtol": 0, "atol": roundings * max(size, 1)}
             torch.testing.assert_close(actual.to(F64), truth.to(F64), equal_nan=True, **free)

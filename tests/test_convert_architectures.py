@@ -1,13 +1,20 @@
-"""convert and revert on the models of transformers, with random weights.
+"""convert and revert on the models and norms of transformers, with random weights.
 
 Catches a norm of a well-known model that is no longer found, is converted although it computes
 something else, or moves the model's outputs and gradients away from the truth by more than the
 roundings of its dtype; and a revert that does not give the original bits back.
 """
 
+import copy
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
+from fused_op import convert
 from tests.case import generator
 from tests.conversion import check_conversion
 from tests.norms import randomize, rows
@@ -72,10 +79,44 @@ ARCHITECTURES = {
 }
 
 
+BERT = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+)
+MAMBA = dict(hidden_size=32, state_size=8, num_hidden_layers=2, vocab_size=64)
+LLAMA_LAYER_NORM = LLAMA | dict(hidden_act="gelu")
+
+# Name of the model -> its config, and how many norms it has, all of which are converted
+MORE_ARCHITECTURES = {
+    "Albert": (BERT | dict(embedding_size=16), 3),  # its layers are one
+    "Bert": (BERT, 5),
+    "Cohere": (LLAMA, 3),
+    "Electra": (BERT | dict(embedding_size=32), 5),
+    "FalconMamba": (MAMBA, 9),
+    "Gemma2": (LLAMA, 9),
+    "Glm": (LLAMA | dict(pad_token_id=0), 5),
+    "GPTNeoX": (BERT, 5),
+    "Granite": (LLAMA, 5),
+    "Mamba": (MAMBA, 3),
+    "Nemotron": (LLAMA_LAYER_NORM, 5),
+    "Olmo": (LLAMA, 5),
+    "Olmo2": (LLAMA, 9),
+    "OPT": (
+        dict(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+        | dict(word_embed_proj_dim=32, activation_function="gelu"),
+        5,
+    ),
+    "Phi3": (LLAMA | dict(pad_token_id=0), 5),
+    "Roberta": (BERT | dict(max_position_embeddings=32), 5),
+    "StableLm": (LLAMA, 5),
+    "Starcoder2": (LLAMA_LAYER_NORM, 5),
+}
+
+
 def build(name, device, dtype):
     """A tiny model of random parameters, and its call."""
     transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{name}Config")(**ARCHITECTURES[name][0])
+    settings = (ARCHITECTURES.get(name) or MORE_ARCHITECTURES[name])[0]
+    config = getattr(transformers, f"{name}Config")(**settings)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{name}Model")(config)
     model = randomize(model).to(device, dtype).eval()
@@ -107,3 +148,96 @@ def test_architecture(name, dtype, device):
     assert {c[1:3] for c in report.converted} == {(norm_class, f"Fused{norm_class}")}
     twice = dtype is BF16 and norm_class not in ("LayerNorm", "GemmaRMSNorm")
     assert {c.ulps for c in report.converted} == {2 if twice else 1}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("name", MORE_ARCHITECTURES)
+def test_more_architectures(name, dtype, device):
+    report = check_conversion(*build(name, device, dtype))
+    assert not report.skipped
+    assert len(report.converted) == MORE_ARCHITECTURES[name][1]
+
+
+# --- Every norm class of transformers -------------------------------------------------------------
+
+# Those that stay as they are, in float32 and bfloat16, and why; all others are converted.
+OTHER_ROUNDINGS = r"differs from \w+ .* by roundings to torch.bfloat16 in between, which are not"
+MIXED = r"forward of rows .* raises RuntimeError: mixed dtype"
+GATED = r"its forward takes more than the input \(gate\)|.* \(it also takes gate\)"
+GROUPS = "is a group norm"
+IMAGES = "takes images, channels first"
+BATCH = "is a batch or instance norm"
+KEPT = {
+    "BitBatchNorm2d": BATCH,
+    "DebertaLayerNorm": OTHER_ROUNDINGS,
+    "GradiumPhononTTSFlowLayerNorm": OTHER_ROUNDINGS,
+    "GradiumPhononTTSTimestepNorm": OTHER_ROUNDINGS,
+    "ImageGPTLayerNorm": OTHER_ROUNDINGS,
+    "VideoPrismLayerNorm": OTHER_ROUNDINGS,
+    "EsmFold2LayerNorm": MIXED,
+    "EsmFold2AdaptiveLayerNorm": MIXED,
+    "HYV4UnweightedRMSNorm": r"forward of torch.\w+\[\d+, 16\] returns torch.\w+\[\d+, 1\]",
+    "MuseSparkTextInputScaledRMSNorm": "differs from rms_norm",
+    "PocketTTSTimestepNorm": "differs from rms_norm",  # by the variance
+    "NoNorm": "is not a norm: its output grows with its input",
+    "VitDetLayerNorm": IMAGES,
+    "SqueezeBertLayerNorm": IMAGES,
+    "Emu3VQVAESpatialNorm": GROUPS,
+}
+KINDS = {"LayerNorm2d": IMAGES, "Gated": GATED, "BatchNorm": BATCH, "GroupNorm": GROUPS}
+
+
+def norm_classes():
+    """The norm classes of all models, each source once: most are copies of Llama's."""
+    found = {}
+    root = Path(importlib.util.find_spec("transformers").origin).parent / "models"
+    for path in sorted(root.glob("*/modeling_*.py")):
+        names = re.findall(r"^class (\w*Norm(?:2d|1P|Gated)?)\(", path.read_text(), re.M)
+        if names:
+            name = "transformers.models." + ".".join(path.relative_to(root).with_suffix("").parts)
+            module = importlib.import_module(name)
+            for cls in (getattr(module, n) for n in names):
+                if inspect.isclass(cls) and issubclass(cls, torch.nn.Module):
+                    source = inspect.getsource(cls).replace(cls.__name__, "Norm")
+                    found.setdefault(source, cls)
+    return sorted(found.values(), key=lambda cls: cls.__name__)
+
+
+def make_norm(cls):
+    """One of 32 columns, or None: some take a whole configuration."""
+    for arguments in ((32,), (32, 1e-6), (2, 32), (32, 2), (32, 32)):
+        try:
+            return randomize(cls(*arguments)).eval()
+        except Exception:
+            continue
+    return None
+
+
+def test_every_norm_of_transformers():
+    """Catches a class that is no longer converted, a reason that misleads, and another result."""
+    pytest.importorskip("transformers")
+    converted, unexplained = 0, []
+    for cls in norm_classes():
+        for dtype in (F32, BF16):
+            module = make_norm(cls)
+            if module is None or any(module.children()):  # a model of norms, no norm
+                continue
+            module.to(dtype)
+            x = rows(32, dtype, 2, 3)
+            original = copy.deepcopy(module)
+            report = convert(module)
+            if report.converted:
+                converted += 1
+                y, truth = module(x), copy.deepcopy(original).float()(x.float())
+                theirs = original(x)
+                assert y.dtype is theirs.dtype
+                error, before = ((t.float() - truth).abs().max() for t in (y, theirs))
+                roundings = 2 * torch.finfo(dtype).eps + 16 * torch.finfo(F32).eps
+                assert error <= 2 * before + roundings * truth.abs().max(), cls
+            for skipped in report.skipped:
+                kind = (reason for end, reason in KINDS.items() if end in cls.__name__)
+                reason = KEPT.get(cls.__name__) or next(kind, None)
+                if reason is None or not re.match(reason, skipped.reason):
+                    unexplained.append(f"{cls.__name__} {dtype}: {skipped.reason}")
+    assert not unexplained, "\n".join(unexplained)
+    assert converted > 90

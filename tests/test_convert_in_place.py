@@ -5,8 +5,10 @@ not undone by one revert, or that a copy, a pickle or torch.compile does not sur
 """
 
 import copy
+import functools
 import pickle
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,31 @@ def test_proof_is_outside_of_autocast_and_inside_of_no_grad(device):
     model = nn.Sequential(nn.LayerNorm(COLS), LlamaNorm()).to(device)
     with torch.autocast(device, torch.bfloat16), torch.no_grad():
         assert len(convert(model).converted) == 2
+
+
+def test_proof_is_outside_of_inference_mode(device):
+    """Catches a proof that has no gradients to compare, and parameters that were made there."""
+    with torch.inference_mode():
+        model = nn.Sequential(nn.LayerNorm(COLS), LlamaNorm()).to(device)
+        assert len(convert(model).converted) == 2
+        x = rows(device=device)
+        before = [m(x) for m in model]
+        assert len(revert(model).converted) == 2
+        torch.testing.assert_close([m(x) for m in model], before)
+    assert len(convert(model).converted) == 2  # parameters that are inference tensors
+
+
+def test_layers_that_are_alike_have_one_proof(monkeypatch):
+    """Catches a conversion that takes as long for each layer, and one that mixes up two kinds."""
+    proofs = []
+    module = sys.modules["fused_op.convert"]
+    prove = module.prove
+    monkeypatch.setattr(module, "prove", lambda *args: (proofs.append(args[0]), prove(*args))[1])
+    kinds = [LlamaNorm(8), LlamaNorm(8, 1e-3), LlamaNorm(12), LlamaNorm(8).to(torch.bfloat16)]
+    kinds += [ZeroCentredNorm(8), nn.LayerNorm(8), nn.LayerNorm(8, bias=False)]
+    model = nn.Sequential(*(copy.deepcopy(kind) for kind in kinds for _ in range(3)))
+    assert len(convert(model).converted) == 3 * len(kinds)
+    assert len(proofs) == len(kinds) + 2  # Gemma's is not the first of its three candidates
 
 
 def test_optimizer_goes_on(device):
@@ -140,6 +167,29 @@ def test_class_changed_after_convert_is_not_reverted():
     assert only_reason(revert(module)) == reason
     nn.utils.parametrize.remove_parametrizations(module, "weight")
     assert len(revert(module).converted) == 1 and type(module) is nn.LayerNorm
+
+
+def hooked(module):
+    """As accelerate hooks a module: forward on the instance, which calls the one before."""
+    module._old_forward = module.forward
+    module.forward = functools.partial(lambda m, *args: m._old_forward(*args), module)
+
+
+@pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm, LlamaNorm])
+def test_forward_replaced_after_convert_is_not_reverted(make):
+    """Catches a success that is none: the wrapper holds the fused forward, bound to the module."""
+    module, x = make(COLS), rows()
+    convert(module)
+    hooked(module)
+    expected = module(x)
+    reason = "its forward was changed after convert: undo that first"
+    assert only_reason(revert(module)) == reason
+    assert torch.equal(module(x), expected)
+    module.forward = module._old_forward  # as accelerate unhooks it
+    del module._old_forward
+    assert len(revert(module).converted) == 1
+    assert type(module) is make and "forward" not in vars(module)
+    torch.testing.assert_close(module(x), expected)
 
 
 def test_fused_class_is_made_once():

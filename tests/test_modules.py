@@ -246,12 +246,140 @@ def test_errors(cls):
     with pytest.raises(RuntimeError, match=r"Given normalized_shape=\[3, 8\], expected input with"):
         module(*inputs(cls, 4, 8, 3))
     with pytest.raises(RuntimeError, match="mixed dtype: expect parameter to have scalar type of"):
-        cls(8)(*inputs(cls, 4, 8, dtype=torch.float64))
-    with pytest.raises(ValueError, match="eps must be finite, got nan"):
-        cls(8, eps=float("nan"))(*inputs(cls, 4, 8))
+        cls(8).to(torch.cfloat)(*inputs(cls, 4, 8))
     if "Add" in cls.__name__:
         x = torch.randn(4, 8)
         with pytest.raises(TypeError, match="missing 1 required positional argument: 'residual'"):
             cls(8)(x)
         with pytest.raises(RuntimeError, match=r"residual must have the shape of input, \[4, 8\]"):
             cls(8)(x, x[0])
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dropout_p": -1}, ValueError, "dropout probability has to be between 0 and 1, but got"),
+        ({"dropout_p": 1.5}, ValueError, "dropout probability has to be between 0 and 1, but got"),
+        ({"dropout_p": NAN}, ValueError, "dropout probability has to be between 0 and 1, but got"),
+        ({"dropout_p": "p"}, TypeError, "argument 'dropout_p' must be float, not str"),
+        ({"eps": NAN}, ValueError, "eps must be finite, got nan"),
+        ({"eps": INF}, ValueError, "eps must be finite, got inf"),
+        ({"eps": "1e-5"}, TypeError, "argument 'eps' must be float, not str"),
+        ({"zero_centered": 1}, TypeError, "argument 'zero_centered' must be bool, not int"),
+        ({"fuse_wgrad_accumulation": None}, TypeError, "must be bool, not NoneType"),
+        ({"out_dtype": torch.int8}, RuntimeError, "out_dtype must be float16, bfloat16, float32"),
+        ({"out_dtype": "float"}, TypeError, "argument 'out_dtype' must be torch.dtype, not str"),
+    ],
+    ids=str,
+)
+def test_constructor_refuses_what_forward_would(cls, options, error, message):
+    """Catches a model that is built, loaded and moved before its first call says no."""
+    with pytest.raises(error, match=f"{cls.__name__}: .*{message}"):
+        cls(8, **options)
+
+
+def test_constructor_refuses_options_of_one_kind():
+    with pytest.raises(TypeError, match="FusedLayerNorm: argument 'eps' must be float"):
+        FusedLayerNorm(8, eps=None)
+    with pytest.raises(ValueError, match="FusedRMSNorm: memory_efficient=True keeps the output"):
+        FusedRMSNorm(8, memory_efficient=True, dropout_p=0.1)
+    with pytest.raises(RuntimeError, match="FusedAddRMSNorm: residual_dtype must be float16, bf"):
+        FusedAddRMSNorm(8, residual_dtype=torch.int64)
+
+
+def test_training_matters_with_dropout_alone(cls):
+    """Catches a guard that has torch.compile compile again where eval() changes nothing."""
+    for dropout_p, expected in ((0.0, 1), (0.5, 2)):
+        torch._dynamo.reset()
+        count = torch._dynamo.testing.CompileCounter()
+        module = cls(8, dropout_p=dropout_p)
+        compiled = torch.compile(module, backend=count)
+        for training in (True, False, True):
+            module.train(training)
+            compiled(*inputs(cls, 4, 8))
+        assert count.frame_count == expected
+
+
+# What a module means must not be lost where PyTorch reads its parameters past forward
+
+
+def encoder_layer(**options):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0, **options)
+    return randomized(layer).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("replaced", [("norm1",), ("norm2",), ("norm1", "norm2")])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_transformer_layer_calls_a_zero_centered_norm(replaced, norm_first, mode, device):
+    """Its fast path multiplies by the weight as it is: off by 2.6."""
+    plain = encoder_layer(norm_first=norm_first).to(device)
+    layer = copy.deepcopy(plain)
+    for name in replaced:
+        norm = FusedLayerNorm(16, zero_centered=True, device=device)
+        theirs = getattr(plain, name)
+        norm.load_state_dict({"weight": theirs.weight - 1, "bias": theirs.bias})
+        setattr(layer, name, norm.eval())
+    x = torch.randn(2, 5, 16, device=device)
+    with mode():
+        expected = plain(x)
+        for made in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            torch.testing.assert_close(made(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_transformer_layer_calls_a_norm_with_an_out_dtype():
+    layer = encoder_layer()
+    layer.norm2 = FusedLayerNorm(16, out_dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        assert layer(torch.randn(2, 5, 16)).dtype is torch.bfloat16
+
+
+def test_transformer_layer_keeps_its_fast_path_with_other_norms(monkeypatch):
+    """Catches a price for modules that mean what PyTorch's mean."""
+    layer = encoder_layer()
+    layer.norm1 = FusedLayerNorm(16, dropout_p=0.5, memory_efficient=False).eval()
+    fused_op.convert(layer.norm2)
+    calls = []
+    fast = torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(
+        torch, "_transformer_encoder_layer_fwd", lambda *args: (calls.append(args), fast(*args))[1]
+    )
+    with torch.no_grad():
+        layer(torch.randn(2, 5, 16))
+    assert len(calls) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*nested:UserWarning", "ignore:.*prototype:UserWarning")
+def test_transformer_encoder_refuses_nested_rows_of_a_zero_centered_norm():
+    """It makes nested tensors of padded ones before it asks a layer; never a wrong number."""
+    layer = encoder_layer()
+    layer.norm1 = FusedLayerNorm(16, zero_centered=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval().requires_grad_(False)
+    x, padding = torch.randn(2, 5, 16), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad(), pytest.raises(RuntimeError, match="input must be a dense"):
+        encoder(x, src_key_padding_mask=padding)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    encoder.requires_grad_(False)
+    with torch.no_grad():
+        padded = encoder(x, src_key_padding_mask=padding)
+    alone = encoder(x[1:, :3].clone().requires_grad_())
+    torch.testing.assert_close(padded[1:, :3], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantization_leaves_the_norms_alone():
+    """torch.ao.quantization puts a module of its own, of the raw weight, in the place of PyTorch's
+    LayerNorm."""
+    from torch.ao import quantization
+
+    norm = randomized(FusedLayerNorm(16, zero_centered=True))
+    model = nn.Sequential(nn.Linear(16, 16), norm).eval()
+    model.qconfig = quantization.get_default_qconfig()
+    prepared = quantization.prepare(model)
+    prepared(torch.randn(4, 16))
+    changed = quantization.convert(prepared)
+    assert type(changed[1]) is FusedLayerNorm and changed[1].zero_centered

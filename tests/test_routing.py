@@ -77,15 +77,16 @@ def test_autocast_takes_supported_dtypes_as_they_are_and_casts_others():
     with torch.autocast("cpu", torch.bfloat16):
         assert isinstance(route(x.bfloat16(), w), torch.Tensor)
         assert isinstance(route(x), torch.Tensor)
-        assert route(x, w.bfloat16()) == fused_op_cuda.CAST
-        assert_same(fused_layer_norm(x, w.bfloat16()), fused_layer_norm(x, w.bfloat16().float()))
-        mixed = fused_add_layer_norm(x.bfloat16(), x, w.double(), w.half())
-        expected = fused_add_layer_norm(x.bfloat16(), x, w, w.half().float())
+        assert isinstance(route(x, w.bfloat16()), torch.Tensor)
+        rows = ("layer_norm", x, x.bfloat16(), None, None, None)
+        assert fused_op_cuda.norm(*rows, 0, 1e-5, False, 0.0, None, None) == fused_op_cuda.CAST
+        mixed = fused_add_layer_norm(x, x.bfloat16(), w.double(), w.half())
+        expected = fused_add_layer_norm(x, x.bfloat16().float(), w, w.half().float())
         assert_same(mixed, expected)
         with pytest.raises(NotImplementedError, match="not implemented for 'Long'"):
             fused_layer_norm(x.long(), w)
-    with pytest.raises(RuntimeError, match="mixed dtype"):
-        fused_layer_norm(x, w.bfloat16())
+    with pytest.raises(RuntimeError, match="residual must have the dtype of input"):
+        fused_add_layer_norm(x, x.bfloat16())
     assert x.dtype == torch.float32
 
 

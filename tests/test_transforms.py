@@ -54,7 +54,7 @@ def test_transforms_check_like_kernels():
     with pytest.raises(RuntimeError, match="residual must have the shape of input"):
         torch.func.vmap(lambda x: fused_add_layer_norm(x, x[:1]))(torch.randn(4, 6))
     with pytest.raises(RuntimeError, match="mixed dtype"):
-        torch.func.vmap(lambda x: fused_layer_norm(x, torch.ones(6).double()))(torch.randn(4, 6))
+        torch.func.vmap(lambda x: fused_layer_norm(x, torch.ones(6).long()))(torch.randn(4, 6))
 
 
 def test_forward_ad(op, device):

@@ -15,7 +15,7 @@ from torch import Tensor
 from .reference import compute_dtype
 
 
-def _norm_forward(
+def fake_norm_forward(
     norm: str,
     input: Tensor,
     residual: Tensor | None,
@@ -40,7 +40,8 @@ def _norm_forward(
     stats = input.new_empty(0)
     if save_stats:
         stats = input.new_empty((count, rows), dtype=compute_dtype(input))
-    return input.new_empty(input.shape, dtype=output_dtype or input.dtype), sum, stats
+    output = input.new_empty(input.shape, dtype=output_dtype or input.dtype)
+    return output, sum, stats
 
 
 def shares_gradient(
@@ -89,5 +90,5 @@ def register_rules() -> None:
         from . import _dtensor as _dtensor
 
 
-torch.library.register_fake("fused_op::norm_forward", _norm_forward)
+torch.library.register_fake("fused_op::norm_forward", fake_norm_forward)
 torch.library.register_fake("fused_op::norm_backward", _norm_backward)

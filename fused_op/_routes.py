@@ -18,7 +18,7 @@ import fused_op_cuda
 
 from . import reference
 from ._disabled import open_blocks
-from .reference import Norm
+from .reference import Norm, Normalize
 
 # input, residual, weight, bias, rng_state
 Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -83,8 +83,8 @@ def check_alone(*args: Any) -> int:
     return fused_op_cuda.CAST if result == fused_op_cuda.CAST else fused_op_cuda.COMPOSITE
 
 
-def composite(tensors: Tensors, call: Call) -> Any:
-    """The formula in PyTorch's operations."""
+def composite(tensors: Tensors, call: Call, normalize: Normalize = reference.normalize) -> Any:
+    """The formula in PyTorch's operations, with another core on demand."""
     input, residual, weight, bias, rng_state = tensors
     norm, ndim, eps, zero_centered, dropout_p, output_dtype, sum_dtype, *_ = call
     affine = weight if weight is not None else bias
@@ -92,7 +92,7 @@ def composite(tensors: Tensors, call: Call) -> Any:
     shape = input.shape[input.dim() - ndim :]
     output, sum = reference.compute(
         *(norm, input, residual, weight, bias, rng_state, eps, shape),
-        *(zero_centered, dropout_p, output_dtype, sum_dtype),
+        *(zero_centered, dropout_p, output_dtype, sum_dtype, normalize),
     )
     return output if residual is None else (output, sum)
 

@@ -4,7 +4,7 @@ A call that the kernels can take as it is goes straight to the binding (``fused_
 gradient to record, through ``_NormFunction``. ``torch.compile`` sees the same Function over the
 dispatcher ops ``torch.ops.fused_op``, and so do fake, sharded and lazily negated tensors. Function
 transforms and forward-mode AD take the composite formula of ``reference.py``, and so does every
-call while the kernels are ``disabled()``.
+call while the kernels are ``disabled()``. ``torch.jit.trace`` records PyTorch's own norms.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ._arguments import (
 from ._disabled import open_blocks
 from ._main_grad import add_to_main_grad
 from ._ops import register_rules, shares_gradient
+from ._recorded import record
 from ._routes import (
     Call,
     Tensors,
@@ -542,6 +543,8 @@ def _norm(
             return result
     if result == fused_op_cuda.AUTOGRAD:
         return _apply(*tensors, call)
+    if reference.is_recording():
+        return record(tensors, call)
     if result == fused_op_cuda.DISPATCH or main_grad:  # which the Function alone knows of
         return _dispatch(tensors, call)
     return composite(tensors, call)

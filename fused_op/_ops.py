@@ -11,8 +11,9 @@ import sys
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
-from .reference import compute_dtype
+from .reference import compute_dtype, unrecorded
 
 
 def fake_norm_forward(
@@ -41,7 +42,16 @@ def fake_norm_forward(
     if save_stats:
         stats = input.new_empty((count, rows), dtype=compute_dtype(input))
     output = input.new_empty(input.shape, dtype=output_dtype or input.dtype)
+    if norm == "rms_norm" and residual is None and keeps_format(input):
+        output = output.contiguous(memory_format=suggest_memory_format(input))
     return output, sum, stats
+
+
+def keeps_format(input: Tensor) -> bool:
+    """Whether the RMS norm of this input is channels-last like it, as in PyTorch."""
+    if input.dim() not in (4, 5):
+        return False
+    return unrecorded(suggest_memory_format, input) != torch.contiguous_format
 
 
 def shares_gradient(

@@ -18,6 +18,7 @@ import fused_op_cuda
 
 from . import reference
 from ._disabled import open_blocks
+from ._ops import keeps_format
 from .reference import Norm, Normalize
 
 # input, residual, weight, bias, rng_state
@@ -94,7 +95,16 @@ def composite(tensors: Tensors, call: Call, normalize: Normalize = reference.nor
         *(norm, input, residual, weight, bias, rng_state, eps, shape),
         *(zero_centered, dropout_p, output_dtype, sum_dtype, normalize),
     )
-    return output if residual is None else (output, sum)
+    if sum is not None:
+        return _contiguous(output), _contiguous(sum)
+    if norm == "rms_norm" and keeps_format(input):
+        return output  # the operations have kept it
+    return _contiguous(output)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    """``x.contiguous()``, but never the same tensor again, as ``reference._cast``."""
+    return x if x.is_contiguous() else x.contiguous()
 
 
 def _composite_forward(*args: Any) -> tuple[Tensor, Tensor | None, None]:

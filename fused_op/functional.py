@@ -147,7 +147,7 @@ def fused_rms_norm(
         memory_efficient: as in :func:`fused_layer_norm`.
 
     Returns:
-        As :func:`fused_layer_norm`.
+        As :func:`fused_layer_norm`, but channels-last for a channels-last input, as PyTorch's.
 
     Raises:
         RuntimeError, TypeError, ValueError: as :func:`fused_layer_norm`.

@@ -100,5 +100,11 @@ def register_rules() -> None:
         from . import _dtensor as _dtensor
 
 
+def register_per_sample_rules() -> None:
+    """As ``register_rules``, for the ExpandedWeights of per-sample gradients."""
+    if "torch.nn.utils._expanded_weights" in sys.modules:
+        from . import _per_sample as _per_sample
+
+
 torch.library.register_fake("fused_op::norm_forward", fake_norm_forward)
 torch.library.register_fake("fused_op::norm_backward", _norm_backward)

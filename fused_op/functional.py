@@ -31,7 +31,7 @@ from ._arguments import (
 )
 from ._disabled import open_blocks
 from ._main_grad import add_to_main_grad
-from ._ops import register_rules, shares_gradient
+from ._ops import register_per_sample_rules, register_rules, shares_gradient
 from ._recorded import record
 from ._routes import (
     Call,
@@ -586,5 +586,6 @@ def _dispatch(tensors: Tensors, call: Call) -> Any:
 
 def _overridden(function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
     """Ask __torch_function__ of the tensors among args, or of the mode that is on."""
+    register_per_sample_rules()
     result: _Result = handle_torch_function(function, args, *args, **kwargs)
     return result

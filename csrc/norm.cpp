@@ -103,7 +103,9 @@ ThreeTensors norm_forward(std::string_view norm, const at::Tensor& input,
   args.eps = eps;
   args.dropout = to_dropout(dropout_p, rng_state);
   backend::norm_forward(args, device);
-  return {output, sum, stats};
+  // As in PyTorch, whose RMS norm keeps a channels-last format and whose layer norm does not.
+  const bool keeps_format = kind == NormKind::kRmsNorm && !residual;
+  return {keeps_format ? output.contiguous(input.suggest_memory_format()) : output, sum, stats};
 }
 
 FourTensors norm_backward(std::string_view norm, const at::Tensor& grad_output,

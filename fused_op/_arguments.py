@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state
 
-from .reference import Norm, compute_dtype
+from .reference import Norm, compute_dtype, unrecorded
 
 KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -99,7 +100,10 @@ def check_tensor(op: str, name: str, value: Any) -> None:
 
 def count_normalized(op: str, input: Tensor, normalized_shape: Any) -> int:
     """Length of normalized_shape, after a check that input ends in it."""
-    if isinstance(normalized_shape, int):
+    may_record = _get_tracing_state() is not None  # by torch.jit.trace, where sizes are tensors
+    if isinstance(normalized_shape, (int, torch.SymInt)) or (
+        may_record and isinstance(normalized_shape, Tensor)
+    ):
         normalized_shape = (normalized_shape,)
     if not isinstance(normalized_shape, (tuple, list)):
         raise TypeError(
@@ -119,6 +123,14 @@ def count_normalized(op: str, input: Tensor, normalized_shape: Any) -> int:
             f"{op}: Expected normalized_shape to be at least 1-dimensional, i.e., containing at "
             "least one element, but got normalized_shape = []"
         )
+    if may_record:
+        unrecorded(_check_ends_in, op, input, shape)
+    else:
+        _check_ends_in(op, input, shape)
+    return len(shape)
+
+
+def _check_ends_in(op: str, input: Tensor, shape: tuple[Any, ...]) -> None:
     try:
         ends = tuple(input.shape[-len(shape) :])
     except RuntimeError as error:  # the other errors are those of csrc/checks.h
@@ -126,9 +138,8 @@ def count_normalized(op: str, input: Tensor, normalized_shape: Any) -> int:
             f"{op}: input must be a dense (strided) tensor, got a nested one, which has no shape"
         ) from error
     if ends != shape:
-        wanted = ", ".join(map(str, shape))
+        wanted = ", ".join(f"{size}" for size in shape)
         raise RuntimeError(
             f"{op}: Given normalized_shape=[{wanted}], expected input with shape [*, {wanted}],"
             f" but got input of size{list(input.shape)}"
         )
-    return len(shape)

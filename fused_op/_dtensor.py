@@ -114,7 +114,7 @@ def _from_shard(
         stride.insert(0, stride[0] * max(size, 1))
     # With the shape, because ranks may have different numbers of rows.
     return DTensor.from_local(
-        result, mesh, placements, run_check=False, shape=shape, stride=tuple(stride)
+        result.contiguous(), mesh, placements, run_check=False, shape=shape, stride=tuple(stride)
     )
 
 

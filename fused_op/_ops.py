@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
-from .reference import compute_dtype
+from .reference import compute_dtype, unrecorded
 
 
-def _norm_forward(
+def fake_norm_forward(
     norm: str,
     input: Tensor,
     residual: Tensor | None,
@@ -41,7 +42,17 @@ def _norm_forward(
     stats = input.new_empty(0)
     if save_stats:
         stats = input.new_empty((count, rows), dtype=compute_dtype(input))
-    return input.new_empty(input.shape, dtype=output_dtype or input.dtype), sum, stats
+    output = input.new_empty(input.shape, dtype=output_dtype or input.dtype)
+    if norm == "rms_norm" and residual is None and keeps_format(input):
+        output = output.contiguous(memory_format=suggest_memory_format(input))
+    return output, sum, stats
+
+
+def keeps_format(input: Tensor) -> bool:
+    """Whether the RMS norm of this input is channels-last like it, as in PyTorch."""
+    if input.dim() not in (4, 5):
+        return False
+    return unrecorded(suggest_memory_format, input) != torch.contiguous_format
 
 
 def shares_gradient(
@@ -111,7 +122,13 @@ def register_rules() -> None:
         from . import _dtensor as _dtensor
 
 
-torch.library.register_fake("fused_op::norm_forward", _norm_forward)
+def register_per_sample_rules() -> None:
+    """As ``register_rules``, for the ExpandedWeights of per-sample gradients."""
+    if "torch.nn.utils._expanded_weights" in sys.modules:
+        from . import _per_sample as _per_sample
+
+
+torch.library.register_fake("fused_op::norm_forward", fake_norm_forward)
 torch.library.register_fake("fused_op::norm_backward", _norm_backward)
 torch.library.register_fake("fused_op::dropout_state", _dropout_state)
 torch.library.register_vmap("fused_op::dropout_state", _dropout_states)

@@ -18,7 +18,8 @@ import fused_op_cuda
 
 from . import reference
 from ._disabled import open_blocks
-from .reference import Norm
+from ._ops import keeps_format
+from .reference import Norm, Normalize
 
 # input, residual, weight, bias, rng_state
 Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -86,8 +87,8 @@ def check_alone(*args: Any) -> int:
     return fused_op_cuda.CAST if result == fused_op_cuda.CAST else fused_op_cuda.COMPOSITE
 
 
-def composite(tensors: Tensors, call: Call) -> Any:
-    """The formula in PyTorch's operations."""
+def composite(tensors: Tensors, call: Call, normalize: Normalize = reference.normalize) -> Any:
+    """The formula in PyTorch's operations, with another core on demand."""
     input, residual, weight, bias, rng_state = tensors
     norm, ndim, eps, zero_centered, dropout_p, output_dtype, sum_dtype, *_ = call
     affine = weight if weight is not None else bias
@@ -95,9 +96,18 @@ def composite(tensors: Tensors, call: Call) -> Any:
     shape = input.shape[input.dim() - ndim :]
     output, sum = reference.compute(
         *(norm, input, residual, weight, bias, rng_state, eps, shape),
-        *(zero_centered, dropout_p, output_dtype, sum_dtype),
+        *(zero_centered, dropout_p, output_dtype, sum_dtype, normalize),
     )
-    return output if residual is None else (output, sum)
+    if sum is not None:
+        return _contiguous(output), _contiguous(sum)
+    if norm == "rms_norm" and keeps_format(input):
+        return output  # the operations have kept it
+    return _contiguous(output)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    """``x.contiguous()``, but never the same tensor again, as ``reference._cast``."""
+    return x if x.is_contiguous() else x.contiguous()
 
 
 def _composite_forward(*args: Any) -> tuple[Tensor, Tensor | None, None]:

@@ -4,7 +4,7 @@ A call that the kernels can take as it is goes straight to the binding (``fused_
 gradient to record, through ``_NormFunction``. ``torch.compile`` sees the same Function over the
 dispatcher ops ``torch.ops.fused_op``, and so do fake, sharded and lazily negated tensors. Function
 transforms and forward-mode AD take the composite formula of ``reference.py``, and so does every
-call while the kernels are ``disabled()``.
+call while the kernels are ``disabled()``. ``torch.jit.trace`` records PyTorch's own norms.
 """
 
 from __future__ import annotations
@@ -31,8 +31,14 @@ from ._arguments import (
 )
 from ._disabled import open_blocks
 from ._main_grad import add_to_main_grad
-from ._ops import param_grad_dtype, register_rules, shares_gradient
+from ._ops import (
+    param_grad_dtype,
+    register_per_sample_rules,
+    register_rules,
+    shares_gradient,
+)
 from ._philox import dropout_state
+from ._recorded import record
 from ._routes import (
     Call,
     Tensors,
@@ -149,7 +155,7 @@ def fused_rms_norm(
         memory_efficient: as in :func:`fused_layer_norm`.
 
     Returns:
-        As :func:`fused_layer_norm`.
+        As :func:`fused_layer_norm`, but channels-last for a channels-last input, as PyTorch's.
 
     Raises:
         RuntimeError, TypeError, ValueError: as :func:`fused_layer_norm`.
@@ -545,6 +551,8 @@ def _norm(
             return result
     if result == fused_op_cuda.AUTOGRAD:
         return _apply(*tensors, call)
+    if reference.is_recording():
+        return record(tensors, call)
     if result == fused_op_cuda.DISPATCH or main_grad:  # which the Function alone knows of
         return _dispatch(tensors, call)
     return composite(tensors, call)
@@ -586,5 +594,6 @@ def _dispatch(tensors: Tensors, call: Call) -> Any:
 
 def _overridden(function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
     """Ask __torch_function__ of the tensors among args, or of the mode that is on."""
+    register_per_sample_rules()
     result: _Result = handle_torch_function(function, args, *args, **kwargs)
     return result

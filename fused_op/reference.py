@@ -9,16 +9,20 @@ its third derivatives are wrong.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from ._philox import dropout_state, keep_mask, keep_scale
 
+_Result = TypeVar("_Result")
+
 Shape = int | Sequence[int]
 Norm = Literal["layer_norm", "rms_norm"]
+# norm, x, how many dimensions are normalised, what they are multiplied by, what is added, eps
+Normalize = Callable[[Norm, Tensor, int, Tensor | None, Tensor | None, float], Tensor]
 
 
 def fused_layer_norm(
@@ -134,6 +138,16 @@ def rms_norm(
     return compute("rms_norm", input, None, weight, None, None, eps, normalized_shape)[0]
 
 
+def normalize(
+    norm: Norm, x: Tensor, ndim: int, factor: Tensor | None, offset: Tensor | None, eps: float
+) -> Tensor:
+    """The formula of a norm, in the dtype of x."""
+    output, _ = _normalized(norm, x, ndim, eps)
+    if factor is not None:
+        output = output * factor
+    return output if offset is None else output + offset
+
+
 def compute(
     norm: Norm,
     input: Tensor,
@@ -147,12 +161,13 @@ def compute(
     dropout_p: float = 0.0,
     output_dtype: torch.dtype | None = None,
     sum_dtype: torch.dtype | None = None,
+    normalize: Normalize = normalize,
 ) -> tuple[Tensor, Tensor | None]:
     """The formula of all the ops: (output, sum), the sum being None without a residual.
 
-    The arguments are those of ``norm_forward`` in ``csrc/fused_op.h``.
+    The arguments are those of ``norm_forward`` in ``csrc/fused_op.h``, and what normalises.
     """
-    shape = _check_shapes(input, residual, weight, bias, normalized_shape)
+    shape = unrecorded(_check_shapes, input, residual, weight, bias, normalized_shape)
     compute = compute_dtype(input)
     if eps is None:
         eps = torch.finfo(compute).eps
@@ -162,11 +177,9 @@ def compute(
         if dropout_p > 0:
             addend = _drop(addend, rng_state, dropout_p, len(shape))
         x = sum = _cast(addend + residual.to(compute), sum_dtype or residual.dtype)
-    output, _ = _normalized(norm, _cast(x, compute), len(shape), eps)
-    if weight is not None:
-        output = output * _factor(weight, compute, zero_centered)
-    if bias is not None:
-        output = output + bias.to(compute)
+    factor = None if weight is None else _factor(weight, compute, zero_centered)
+    offset = None if bias is None else _cast(bias, compute)
+    output = normalize(norm, _cast(x, compute), len(shape), factor, offset, eps)
     if residual is None and dropout_p > 0:
         output = _drop(output, rng_state, dropout_p, len(shape))
     return _cast(output, output_dtype or input.dtype), sum
@@ -222,6 +235,36 @@ def normalize_backward(
     if wanted[3]:
         grad_bias = _cast(_sum_rows(grad, normalized_ndim), param_dtype)
     return grad_input, grad_residual, grad_weight, grad_bias
+
+
+def statistics(norm: Norm, x: Tensor, ndim: int, eps: float) -> Tensor:
+    """Mean and rstd of each row, or rstd alone for RMS norm, as ``norm_forward`` returns them."""
+    x = _cast(x, compute_dtype(x))
+    _, rstd = _normalized(norm, x, ndim, eps)
+    if norm == "rms_norm":
+        return rstd.reshape(1, -1)
+    return torch.stack([x.mean(_last_dims(ndim), keepdim=True), rstd]).reshape(2, -1)
+
+
+def is_recording() -> bool:
+    """Does ``torch.jit.trace`` record what is called here? It does not inside of its operators."""
+    return (
+        torch._C._get_tracing_state() is not None
+        and not torch._C._dispatch_tls_is_dispatch_key_excluded("Tracer")
+    )
+
+
+def unrecorded(function: Callable[..., _Result], *args: Any) -> _Result:
+    """``function(*args)`` with sizes as numbers, not as the tensors that they are in a trace."""
+    if not is_recording():
+        return function(*args)
+    state = torch._C._get_tracing_state()
+    set_state: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
+    set_state(None)
+    try:
+        return function(*args)
+    finally:
+        set_state(state)
 
 
 def _drop(x: Tensor, rng_state: Tensor | None, p: float, normalized_ndim: int) -> Tensor:
@@ -321,7 +364,8 @@ def _power_of_two(spread: Tensor, largest: Tensor) -> Tensor:
 
 def _factor(weight: Tensor, compute: torch.dtype, zero_centered: bool) -> Tensor:
     """What the normalised values are multiplied by."""
-    return 1 + weight.to(compute) if zero_centered else weight.to(compute)
+    factor = _cast(weight, compute)
+    return 1 + factor if zero_centered else factor
 
 
 def _last_dims(count: int) -> list[int]:

@@ -1,0 +1,82 @@
+"""A call in PyTorch's own norms: what ``torch.jit.trace`` records, and what becomes ONNX.
+
+Both keep operators for later: for programs that do not import this package, and for gradients that
+nobody has asked for yet. ``fused_op::norm_forward`` serves neither, since its derivative belongs to
+``_NormFunction`` and not to the op.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import register_decomposition
+
+from . import reference
+from ._ops import fake_norm_forward
+from ._routes import Call, Tensors, composite
+from .reference import Norm, unrecorded
+
+
+def record(tensors: Tensors, call: Call) -> Any:
+    """The call while ``torch.jit.trace`` records, by itself or for the older exporter of ONNX."""
+    _, _, weight, bias, _ = tensors
+    norm, *_, main_grad = call
+    parameters = [t for t in (weight, bias) if t is not None]
+    if main_grad and torch.is_grad_enabled() and any(t.requires_grad for t in parameters):
+        raise RuntimeError(
+            "fused_op: torch.jit.trace does not record that gradients are added to main_grad: "
+            "trace under torch.no_grad(), or set fuse_wgrad_accumulation to False"
+        )
+    if torch.onnx.is_in_onnx_export() and (norm == "rms_norm" or not parameters):
+        # That exporter knows no rms_norm, and no layer_norm of sizes that are not constants.
+        return composite(tensors, call)
+    return composite(tensors, call, _by_operator)
+
+
+def _by_operator(
+    norm: Norm, x: Tensor, ndim: int, factor: Tensor | None, offset: Tensor | None, eps: float
+) -> Tensor:
+    """``reference.normalize`` by ``aten::layer_norm`` or ``aten::rms_norm``."""
+    shape = x.shape[x.dim() - ndim :]
+    if factor is not None or offset is not None:  # else the sizes may be others in each later call
+        shape = unrecorded(lambda: x.shape[x.dim() - ndim :])
+    if norm == "layer_norm":
+        return torch.layer_norm(x, shape, factor, offset, eps)
+    return torch.rms_norm(x, shape, factor, eps)
+
+
+def _decompose_norm_forward(
+    norm: Norm,
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rng_state: Tensor | None,
+    normalized_ndim: int,
+    eps: float,
+    zero_centered: bool,
+    dropout_p: float,
+    output_dtype: torch.dtype | None,
+    sum_dtype: torch.dtype | None,
+    save_stats: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    affine = weight if weight is not None else bias
+    ndim = normalized_ndim or (1 if affine is None else affine.dim())
+    call: Call = (
+        norm, ndim, eps, zero_centered, dropout_p, output_dtype, sum_dtype, False, False,
+    )  # fmt: skip
+    outputs = composite((input, residual, weight, bias, rng_state), call, _by_operator)
+    output, sum = (outputs, None) if residual is None else outputs
+    absent = input.new_empty(0)
+    stats = absent
+    if save_stats:
+        stats = reference.statistics(norm, input if sum is None else sum, ndim, eps)
+    return output, absent if sum is None else sum, stats
+
+
+# The exporter of ONNX for torch.export looks in PyTorch's table for what it does not know. Fake
+# tensors look there too, unless the op has an entry under "meta".
+register_decomposition(torch.ops.fused_op.norm_forward.default)(_decompose_norm_forward)
+register_decomposition(torch.ops.fused_op.norm_forward.default, type="meta")(fake_norm_forward)

@@ -15,7 +15,8 @@ from torch.nn.utils._expanded_weights import expanded_weights_impl, expanded_wei
 
 from . import functional, reference
 from ._arguments import as_float, check_bools, check_options, rms_eps
-from ._routes import check_alone, dropout_state
+from ._philox import dropout_state
+from ._routes import check_alone
 from .reference import Norm
 
 _utils: Any = expanded_weights_utils  # without annotations

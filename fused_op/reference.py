@@ -365,7 +365,8 @@ def _power_of_two(spread: Tensor, largest: Tensor) -> Tensor:
 def _factor(weight: Tensor, compute: torch.dtype, zero_centered: bool) -> Tensor:
     """What the normalised values are multiplied by."""
     factor = _cast(weight, compute)
-    return 1 + factor if zero_centered else factor
+    # Not the integer 1, which the exporter of ONNX in PyTorch 2.11 cannot promote.
+    return factor + 1.0 if zero_centered else factor
 
 
 def _last_dims(count: int) -> list[int]:

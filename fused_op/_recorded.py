@@ -31,7 +31,7 @@ def record(tensors: Tensors, call: Call) -> Any:
         )
     if torch.onnx.is_in_onnx_export() and (norm == "rms_norm" or not parameters):
         # That exporter knows no rms_norm, and no layer_norm of sizes that are not constants.
-        return composite(tensors, call)
+        return composite(tensors, call, _by_arithmetic)
     return composite(tensors, call, _by_operator)
 
 
@@ -45,6 +45,23 @@ def _by_operator(
     if norm == "layer_norm":
         return torch.layer_norm(x, shape, factor, offset, eps)
     return torch.rms_norm(x, shape, factor, eps)
+
+
+def _by_arithmetic(
+    norm: Norm, x: Tensor, ndim: int, factor: Tensor | None, offset: Tensor | None, eps: float
+) -> Tensor:
+    """``reference.normalize`` in the few operations that PyTorch's own norms become in ONNX."""
+    mean, rstd = _statistics(norm, x, ndim, eps)
+    output = (x if mean is None else x - mean) * rstd
+    output = output if factor is None else output * factor
+    return output if offset is None else output + offset
+
+
+def _statistics(norm: Norm, x: Tensor, ndim: int, eps: float) -> tuple[Tensor | None, Tensor]:
+    dims = list(range(-ndim, 0))
+    mean = x.mean(dims, keepdim=True) if norm == "layer_norm" else None
+    centred = x if mean is None else x - mean
+    return mean, (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
 
 
 def _decompose_norm_forward(
@@ -72,7 +89,10 @@ def _decompose_norm_forward(
     absent = input.new_empty(0)
     stats = absent
     if save_stats:
-        stats = reference.statistics(norm, input if sum is None else sum, ndim, eps)
+        x = (input if sum is None else sum).to(reference.compute_dtype(input))
+        mean, rstd = _statistics(norm, x, ndim, eps)
+        rows = (rstd,) if mean is None else (mean, rstd)
+        stats = torch.stack(rows).reshape(len(rows), -1)
     return output, absent if sum is None else sum, stats
 
 

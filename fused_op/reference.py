@@ -237,15 +237,6 @@ def normalize_backward(
     return grad_input, grad_residual, grad_weight, grad_bias
 
 
-def statistics(norm: Norm, x: Tensor, ndim: int, eps: float) -> Tensor:
-    """Mean and rstd of each row, or rstd alone for RMS norm, as ``norm_forward`` returns them."""
-    x = _cast(x, compute_dtype(x))
-    _, rstd = _normalized(norm, x, ndim, eps)
-    if norm == "rms_norm":
-        return rstd.reshape(1, -1)
-    return torch.stack([x.mean(_last_dims(ndim), keepdim=True), rstd]).reshape(2, -1)
-
-
 def is_recording() -> bool:
     """Does ``torch.jit.trace`` record what is called here? It does not inside of its operators."""
     return (

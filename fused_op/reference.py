@@ -332,7 +332,7 @@ def _normalized(norm: Norm, x: Tensor, normalized_ndim: int, eps: float) -> tupl
 
 def _bounds(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
     """The smallest and the largest element of each row; zeros where it has none."""
-    if 0 in x.shape[dims[0] :]:
+    if unrecorded(lambda: 0 in x.shape[dims[0] :]):
         zeros = x.sum(dims, keepdim=True)
         return zeros, zeros
     return x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)

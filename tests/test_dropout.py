@@ -97,7 +97,7 @@ def test_the_mean_stays(device, dtype, adds):
             raw = fused_op_cuda.norm_forward("layer_norm", zero, None, None, bias, state, *options)
             raw = raw[0]
         kept = raw != 0
-        q = min(max(round((1 - p) * 65536), 1), 65536) / 65536
+        q = max(65536 - math.floor(p * 65536 + 0.5), 1) / 65536
         values = raw[kept].unique()
         assert values.numel() == 1
         assert values.item() == pytest.approx(1 / q, rel=2 * torch.finfo(dtype).eps)

@@ -125,7 +125,7 @@ def test_errors(op, device):
     case = make_case(op, (8, 64), Pair(F32, F32), device)
     wrong = [
         {"weight": case.inputs["weight"][:5]},
-        {"weight": case.inputs["weight"].double()},
+        {"weight": case.inputs["weight"].long()},
         {"input": case.inputs["input"].long()},
         {"weight": "weight"},
     ]

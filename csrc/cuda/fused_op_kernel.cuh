@@ -12,6 +12,7 @@
 //   forward_short.cuh    rows of a few vectors
 //   forward_words.cuh    rows that are no whole number of vectors
 //   cluster_exchange.cuh how the CTAs of a cluster share sums
+//   device_info.h        what the launchers know of a GPU
 //   cluster_layout.h     how long rows are laid over clusters
 //   forward_long.cuh     rows of any length
 //   forward_parts.cuh    many long rows, in registers

@@ -27,7 +27,7 @@ GROUPS = "is a group norm: it normalises groups of channels"
 OTHER_NORM = r"differs from rms_norm over the last 1 dimension"
 REASONS = {
     "BatchNorm2d": "is a batch or instance norm",
-    "GlobalResponseNorm": r"forward of rows \[3, \d+\] raises IndexError: Dimension out of range",
+    "GlobalResponseNorm": IMAGES,
     "GroupNorm": GROUPS,
     "GroupNorm1": GROUPS,
     "LayerNorm2d": IMAGES,

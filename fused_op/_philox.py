@@ -33,6 +33,8 @@ def dropout_state(input: Tensor) -> Tensor:
     again, by another route maybe, has the mask of the first.
     """
     if not is_dynamo_compiling():
+        if torch._C._get_tracing_state() is not None:  # a trace holds PyTorch's operators alone
+            return torch.empty(2, dtype=torch.int64, device=input.device).random_()
         return fused_op_cuda.dropout_state(input)
     # As route_dropout_state in csrc/routing.h. Of two equal calls in one graph the compiler would
     # keep one; it knows that torch.empty is never equal to another.

@@ -551,7 +551,7 @@ def _norm(
             return result
     if result == fused_op_cuda.AUTOGRAD:
         return _apply(*tensors, call)
-    if reference.is_recording():
+    if reference.is_recording() or torch.onnx.is_in_onnx_export():
         return record(tensors, call)
     if result == fused_op_cuda.DISPATCH or main_grad:  # which the Function alone knows of
         return _dispatch(tensors, call)

@@ -1,4 +1,4 @@
-"""ONNX, by both exporters and from a program that torch.export made, run by onnxruntime.
+"""ONNX, by both exporters, run by onnxruntime.
 
 Catches an op that an exporter does not know, numbers other than those of the model, and a norm that
 is spread over ten nodes where that of PyTorch is one.
@@ -25,7 +25,7 @@ onnxruntime = pytest.importorskip("onnxruntime", reason=reason)
 pytest.importorskip("onnxscript", reason=reason)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-EXPORTERS = ["torchscript", "dynamo", "program"]
+EXPORTERS = ["torchscript", "dynamo"]
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +37,6 @@ def quiet(caplog):
 def exported(exporter, module, inputs, **options):
     """The bytes of the ONNX model."""
     buffer = io.BytesIO()
-    if exporter == "program":
-        module, inputs = torch.export.export(module, inputs), ()
     is_dynamo = exporter != "torchscript"
     torch.onnx.export(module, inputs, buffer, dynamo=is_dynamo, verbose=False, **options)
     return buffer.getvalue()

@@ -93,7 +93,7 @@ def composite(tensors: Tensors, call: Call, normalize: Normalize = reference.nor
     norm, ndim, eps, zero_centered, dropout_p, output_dtype, sum_dtype, *_ = call
     affine = weight if weight is not None else bias
     ndim = ndim or (1 if affine is None else affine.dim())
-    shape = input.shape[input.dim() - ndim :]
+    shape = reference.unrecorded(lambda: input.shape[input.dim() - ndim :])
     output, sum = reference.compute(
         *(norm, input, residual, weight, bias, rng_state, eps, shape),
         *(zero_centered, dropout_p, output_dtype, sum_dtype, normalize),

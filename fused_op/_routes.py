@@ -132,3 +132,15 @@ def cast(
         dtype = torch.promote_types(input.dtype, residual.dtype)
         input, residual = input.to(dtype), residual.to(dtype)
     return input, residual, weight, bias, rng_state
+
+
+def distinct(tensors: Tensors) -> Tensors:
+    """No tensor twice, which dynamo cannot trace as arguments of a Function: a view instead."""
+    input, residual, weight, bias, rng_state = tensors
+    if residual is input:
+        residual = input.view_as(input)
+    if weight is not None and (weight is input or weight is tensors[1]):
+        weight = weight.view_as(weight)
+    if bias is not None and (bias is input or bias is tensors[1] or bias is tensors[2]):
+        bias = bias.view_as(bias)
+    return input, residual, weight, bias, rng_state

@@ -45,6 +45,7 @@ from ._routes import (
     cast,
     check_alone,
     composite,
+    distinct,
     is_differentiated,
     is_transformed,
     op_options,
@@ -471,8 +472,8 @@ def _backward(
         norm, grad_output, grad_sum, x, weight, bias, stats, rng_state, ndim, zero_centered,
         dropout_p, x_is_output, input_dtype, residual_dtype, param_dtype, wanted,
     )  # fmt: skip
-    if main_grad:
-        gradients = add_to_main_grad(backward, arguments, weight, bias)
+    if parameters is not None:
+        gradients = add_to_main_grad(backward, arguments, *parameters)
     else:
         gradients = backward(*arguments)
     grad_x, grad_residual, grad_weight, grad_bias = gradients

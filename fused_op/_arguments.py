@@ -30,6 +30,8 @@ def rms_eps(op: str, input: Tensor, eps: float | None) -> float:
 
 
 def as_float(op: str, name: str, value: Any) -> float:
+    if isinstance(value, (float, int)):  # first: dynamo asks no attributes of dynamic numbers
+        return float(value)
     is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
     if isinstance(value, Tensor):
         is_number = value.dim() == 0 and not value.requires_grad

@@ -74,12 +74,18 @@ def _philox(counter: list[Tensor], low: Tensor, high: Tensor) -> list[Tensor]:
     """Ten rounds, of 32-bit words in int64."""
     a, b, c, d = counter
     for _ in range(10):
-        ac, bd = 0xD2511F53 * a, 0xCD9E8D57 * c  # modulo 2^64
-        a, b, c, d = (
-            ((bd >> 32) & _WORD) ^ b ^ low,
-            bd & _WORD,
-            ((ac >> 32) & _WORD) ^ d ^ high,
-            ac & _WORD,
-        )
+        (a_high, a_low), (c_high, c_low) = _product(0xD2511F53, a), _product(0xCD9E8D57, c)
+        a, b, c, d = c_high ^ b ^ low, c_low, a_high ^ d ^ high, a_low
         low, high = (low + 0x9E3779B9) & _WORD, (high + 0xBB67AE85) & _WORD
     return [a, b, c, d]
+
+
+def _product(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
+    """The high and the low word of a product of two.
+
+    By halves of the factor: the whole product may overflow int64, which inductor's C++ leaves
+    undefined, and its compiler then takes off what masks the sign.
+    """
+    bottom = (factor & 0xFFFF) * word
+    top = (factor >> 16) * word + (bottom >> 16)
+    return top >> 16, (top & 0xFFFF) << 16 | bottom & 0xFFFF

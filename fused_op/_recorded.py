@@ -40,9 +40,10 @@ def _by_operator(
     norm: Norm, x: Tensor, ndim: int, factor: Tensor | None, offset: Tensor | None, eps: float
 ) -> Tensor:
     """``reference.normalize`` by ``aten::layer_norm`` or ``aten::rms_norm``."""
-    shape = x.shape[x.dim() - ndim :]
-    if factor is not None or offset is not None:  # else the sizes may be others in each later call
-        shape = unrecorded(lambda: x.shape[x.dim() - ndim :])
+    if factor is not None or offset is not None:
+        shape = unrecorded(lambda: list(x.shape[x.dim() - ndim :]))
+    else:  # the sizes, and how many come before them, may be others in each later call
+        shape = [x.size(i) for i in range(-ndim, 0)]
     if norm == "layer_norm":
         return torch.layer_norm(x, shape, factor, offset, eps)
     return torch.rms_norm(x, shape, factor, eps)

@@ -93,7 +93,7 @@ def composite(tensors: Tensors, call: Call, normalize: Normalize = reference.nor
     norm, ndim, eps, zero_centered, dropout_p, output_dtype, sum_dtype, *_ = call
     affine = weight if weight is not None else bias
     ndim = ndim or (1 if affine is None else affine.dim())
-    shape = input.shape[input.dim() - ndim :]
+    shape = reference.unrecorded(lambda: input.shape[input.dim() - ndim :])
     output, sum = reference.compute(
         *(norm, input, residual, weight, bias, rng_state, eps, shape),
         *(zero_centered, dropout_p, output_dtype, sum_dtype, normalize),
@@ -131,4 +131,16 @@ def cast(
     if residual is not None and not wider:
         dtype = torch.promote_types(input.dtype, residual.dtype)
         input, residual = input.to(dtype), residual.to(dtype)
+    return input, residual, weight, bias, rng_state
+
+
+def distinct(tensors: Tensors) -> Tensors:
+    """No tensor twice, which dynamo cannot trace as arguments of a Function: a view instead."""
+    input, residual, weight, bias, rng_state = tensors
+    if residual is input:
+        residual = input.view_as(input)
+    if weight is not None and (weight is input or weight is tensors[1]):
+        weight = weight.view_as(weight)
+    if bias is not None and (bias is input or bias is tensors[1] or bias is tensors[2]):
+        bias = bias.view_as(bias)
     return input, residual, weight, bias, rng_state

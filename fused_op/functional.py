@@ -45,6 +45,7 @@ from ._routes import (
     cast,
     check_alone,
     composite,
+    distinct,
     is_differentiated,
     is_transformed,
     op_options,
@@ -418,8 +419,7 @@ def _forward(
     affine = weight if weight is not None else bias
     x_is_output = memory_efficient and stats is not None
     x = output if x_is_output else input if residual is None else sum
-    kept_bias = bias if x_is_output or main_grad else None
-    ctx.save_for_backward(x, weight, kept_bias, stats, rng_state)
+    ctx.save_for_backward(x, weight, bias if x_is_output else None, stats, rng_state)
     ctx.constants = (
         norm,
         ndim or (1 if affine is None else affine.dim()),
@@ -427,7 +427,8 @@ def _forward(
         zero_centered,
         dropout_p,
         x_is_output,
-        main_grad,
+        # Themselves: what is saved comes back without attributes from hooks and checkpointing.
+        (weight, bias) if main_grad else None,
         input.dtype,
         None if residual is None else residual.dtype,
         param_grad_dtype(input, weight, bias),
@@ -445,7 +446,7 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     x, weight, bias, stats, rng_state = ctx.saved_tensors
     (
-        norm, ndim, eps, zero_centered, dropout_p, x_is_output, main_grad,
+        norm, ndim, eps, zero_centered, dropout_p, x_is_output, parameters,
         input_dtype, residual_dtype, param_dtype, output_dtype,
     ) = ctx.constants  # fmt: skip
     shared = shares_gradient(dropout_p, input_dtype, residual_dtype)
@@ -471,8 +472,8 @@ def _backward(
         norm, grad_output, grad_sum, x, weight, bias, stats, rng_state, ndim, zero_centered,
         dropout_p, x_is_output, input_dtype, residual_dtype, param_dtype, wanted,
     )  # fmt: skip
-    if main_grad:
-        gradients = add_to_main_grad(backward, arguments, weight, bias)
+    if parameters is not None:
+        gradients = add_to_main_grad(backward, arguments, *parameters)
     else:
         gradients = backward(*arguments)
     grad_x, grad_residual, grad_weight, grad_bias = gradients
@@ -578,9 +579,7 @@ def _traced(tensors: Tensors, call: Call) -> Any:
         tensors = cast(*tensors)
     if is_transformed():
         return composite(tensors, call)
-    if tensors[1] is tensors[0]:  # dynamo cannot trace a Function that gets a tensor twice
-        tensors = tensors[0], tensors[0].view_as(tensors[0]), *tensors[2:]
-    return _dispatch(tensors, call)
+    return _dispatch(distinct(tensors), call)
 
 
 def _dispatch(tensors: Tensors, call: Call) -> Any:

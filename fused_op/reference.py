@@ -264,6 +264,8 @@ def _drop(x: Tensor, rng_state: Tensor | None, p: float, normalized_ndim: int) -
     cols = math.prod(x.shape[x.dim() - normalized_ndim :])
     rows = math.prod(x.shape[: x.dim() - normalized_ndim])
     kept = keep_mask(rng_state, rows, cols, p, x.device).reshape(x.shape)
+    # The result of where has the memory format of its first argument.
+    kept = torch.zeros_like(x, dtype=torch.bool) | kept
     return torch.where(kept, x * keep_scale(p), 0)
 
 

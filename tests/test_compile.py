@@ -158,3 +158,27 @@ def test_the_function_has_no_jvp_or_setup_context():
     for function in (fused_op.FusedLayerNormFunction, fused_op.functional._NormFunction):
         assert function.jvp is torch.autograd.Function.jvp
         assert function.setup_context is torch.autograd.Function.setup_context
+
+
+@pytest.mark.parametrize(
+    "same", [(0, 0), (0, 0, 1, 1), (0, 1, 0), (0, 1, 1), (0, 1, 2, 2), (0, 0, 0, 0)]
+)
+def test_one_tensor_as_several_arguments(same, device):
+    """Catches a Function that gets a tensor twice, which dynamo cannot trace."""
+    torch._dynamo.reset()
+
+    def call(*tensors):
+        return fused_op.fused_add_layer_norm(*[tensors[i] for i in same])[0]
+
+    tensors = [torch.randn(6, device=device, requires_grad=True) for _ in range(max(same) + 1)]
+    if max(same) == 1 and same[1] == 0 and len(same) > 2:
+        tensors[0] = torch.randn(3, 6, device=device, requires_grad=True)
+    result, expected = (
+        torch.compile(call, fullgraph=True, backend="aot_eager")(*tensors),
+        call(*tensors),
+    )
+    assert_same(result, expected)
+    assert_same(
+        torch.autograd.grad(result.cos().sum(), tensors),
+        torch.autograd.grad(expected.cos().sum(), tensors),
+    )

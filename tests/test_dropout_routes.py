@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fused_op
 from fused_op import fused_add_layer_norm, fused_add_rms_norm, fused_layer_norm, fused_rms_norm
+from fused_op._philox import keep_mask
 from tests.calls import Calls
 from tests.case import SEED
 from tests.ops import BF16, DEVICES, F16, F32, F64
@@ -156,6 +157,42 @@ def test_recomputation_by_another_route_has_the_mask(forward, backward, reentran
         total.backward()
     kept = [2.0 * scale * (r.detach() != 0) for r, scale in zip(results, scales, strict=True)]
     torch.testing.assert_close(bias.grad, kept[0][0] + kept[1][0] + kept[2])
+
+
+def test_compiled_formula_has_the_mask(device):
+    """Catches arithmetic that overflows: compiled, it gave another mask for a third of the seeds,
+    and not in every part of a row the same."""
+    torch._dynamo.reset()
+    rows, cols = random.Random(SEED).randint(1, 9), random.Random(SEED).randint(200, 700)
+
+    def mask(state):
+        return keep_mask(state, rows, cols, 0.5, torch.device(device))
+
+    compiled = torch.compile(mask, fullgraph=True)
+    for _ in range(50):
+        state = torch.empty(2, dtype=torch.int64, device=device).random_()
+        assert torch.equal(compiled(state), mask(state)), state
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("memory_efficient", [False, True])
+def test_probability_that_changes(backend, memory_efficient, device):
+    """Catches a check that compiled code cannot make of a float that is not a constant to it."""
+    torch._dynamo.reset()
+
+    def call(x, p, eps):
+        return fused_layer_norm(x, None, None, eps, dropout_p=p, memory_efficient=memory_efficient)
+
+    x = torch.randn(4, 512, device=device, requires_grad=True)
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+    for p in (0.0,) if memory_efficient else (0.1, 0.5, 0.0, 0.75):
+        results = []
+        for function in (call, compiled):
+            torch.manual_seed(0)
+            results.append(function(x, p, 1e-3 + p))
+        torch.testing.assert_close(*results)
+        first, second = (torch.autograd.grad(y, x, torch.ones_like(x)) for y in results)
+        torch.testing.assert_close(second, first)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])

@@ -1,10 +1,12 @@
 """Gradients of parameters that are added to ``main_grad``, the protocol of Megatron-LM."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import fused_op
 from fused_op import FusedAddLayerNorm, FusedAddRMSNorm, FusedLayerNorm, FusedRMSNorm
@@ -260,3 +262,23 @@ def test_gradients_of_gradients_are_refused(cls, disabled, derivative, device):
         module.requires_grad_(True)
         output().square().sum().backward()
         assert all((p.main_grad != 0.5).any() for p in module.parameters())
+
+
+@pytest.mark.parametrize("cls", MODULES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("how", ["checkpoint", "reentrant", "save_on_cpu"])
+def test_saved_tensors_that_come_back_without_attributes(cls, how, device):
+    """Catches a main_grad that is looked for on what was saved, and not on the parameter."""
+    results = []
+    for is_replaced in (False, True):
+        module = made(cls, 32, F32, device)
+        torch.manual_seed(1)
+        inputs = rows(cls, (5, 32), F32, device)
+        call, context = module, contextlib.nullcontext
+        if is_replaced and how == "save_on_cpu":
+            context = torch.autograd.graph.save_on_cpu
+        elif is_replaced:
+            call = partial(checkpoint, module, use_reentrant=how == "reentrant")
+        with context():
+            run(call, inputs)
+        results.append([t.grad for t in inputs] + [p.main_grad for p in module.parameters()])
+    torch.testing.assert_close(*results, rtol=0, atol=0)

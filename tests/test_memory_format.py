@@ -87,6 +87,17 @@ def test_with_a_residual_all_is_contiguous(seed, device):
                 assert result.is_contiguous(), name
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_dropout_changes_no_strides(seed, device):
+    """Catches a mask whose layout becomes that of the output."""
+    x = view_at_random(random.Random(seed), device)
+    for function in (fused_op.fused_rms_norm, fused_op.fused_layer_norm):
+        expected = function(x)
+        for name in ROUTES.keys() - {"vmap"}:
+            result = ROUTES[name](lambda x, f=function: f(x, dropout_p=0.5), x)
+            assert strides(result) == strides(expected), f"{name}: {x.shape}, {x.stride()}"
+
+
 @pytest.mark.parametrize("dimensions", [4, 5])
 def test_channels_last(device, dimensions):
     """Catches a layout that is right and values, statistics or gradients that are in another."""

@@ -229,3 +229,27 @@ def test_export_with_the_sizes_of_the_input(strict, shape):
     )
     x = torch.randn(3, 12)
     assert_same(program.module()(x), module(x))
+
+
+@pytest.mark.parametrize("native", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("affine", [False, True])
+def test_more_dimensions_than_when_traced(native, affine, device):
+    """Catches sizes that are counted from the front."""
+    fused = {nn.LayerNorm: fused_op.FusedLayerNorm, nn.RMSNorm: fused_op.FusedRMSNorm}[native]
+    x, other = torch.randn(3, 6, device=device), torch.randn(2, 4, 5, 6, device=device)
+    results = [
+        traced(kind(6, elementwise_affine=affine, device=device), x)(other)
+        for kind in (native, fused)
+    ]
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("dims", [(0, None), (0, 0), (None, 0)])
+def test_vmap_in_a_trace(dims, device):
+    """Catches sizes that are asked of a batched tensor: a trace cannot hold them."""
+    x, weight = torch.randn(3, 6, device=device), torch.randn(3, 6, device=device)
+    args = [t if d == 0 else t[0] for t, d in zip((x, weight), dims, strict=True)]
+    for function in (fused_op.fused_layer_norm, fused_op.fused_rms_norm):
+        batched = torch.vmap(function, dims)
+        trace = torch.jit.trace(batched, args, check_trace=False)
+        torch.testing.assert_close(trace(*args), batched(*args))

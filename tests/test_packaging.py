@@ -116,6 +116,7 @@ def test_source_hash_sees_every_change(tree):
     assert changes()
     tree.joinpath("csrc", "core", "new.h~").touch()  # of an editor
     tree.joinpath("csrc", "core", "new.o").touch()
+    tree.joinpath("csrc", "core", ".#new.h").symlink_to("user@host.1:2")  # Emacs, while one edits
     assert not changes()
 
 

@@ -63,8 +63,27 @@ def _interpreter_of(proc: Path, argv0: str) -> str:
     return os.readlink(exe)
 
 
+def _interpreters_of_uv(proc: Path, argv: str) -> Iterator[str]:
+    """What uv installs into: its `--python`, else the activated environment, else the next .venv.
+
+    Its own, not ours: it starts a build in another folder and environment.
+    """
+    cwd = Path(os.readlink(proc / "cwd"))
+    told = re.search(r"\0(?:-p\0?|--python[\0=])([^\0]+)", argv)
+    if told:
+        path = cwd / told[1]
+        yield str(path / _PYTHON_IN_ENV if path.is_dir() else path)
+        return
+    environ = proc.joinpath("environ").read_bytes().decode(errors="replace")
+    activated = re.search(r"(?:^|\0)VIRTUAL_ENV=([^\0]+)", environ)
+    folders = [activated[1]] if activated else [path / ".venv" for path in (cwd, *cwd.parents)]
+    for folder in folders:
+        if (cwd / folder).is_dir():
+            yield str(cwd / folder / _PYTHON_IN_ENV)
+
+
 def _parent_interpreters() -> Iterator[str]:
-    """Pythons among our ancestors (`ENV/bin/python -m pip`) and uv's `--python ENV`."""
+    """Pythons among our ancestors (`ENV/bin/python -m pip`), and the environments of uv."""
     for proc in _ancestors():
         try:
             name = Path(os.readlink(proc / "exe")).name
@@ -72,10 +91,7 @@ def _parent_interpreters() -> Iterator[str]:
             if name.startswith("python"):
                 yield _interpreter_of(proc, argv.partition("\0")[0])
             elif name == "uv":
-                match = re.search(r"\0(?:-p\0?|--python[\0=])([^\0]+)", argv)
-                if match:
-                    path = Path(os.readlink(proc / "cwd"), match[1])
-                    yield str(path / _PYTHON_IN_ENV if path.is_dir() else path)
+                yield from _interpreters_of_uv(proc, argv)
         except OSError:
             continue  # it has ended, or does not let us look
 

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from .reference import compute_dtype, unrecorded
+from ._arguments import op_name
+from .reference import Norm, check_shapes, compute_dtype, unrecorded
 
 
 def fake_norm_forward(
-    norm: str,
+    norm: Norm,
     input: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -34,6 +35,9 @@ def fake_norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     affine = weight if weight is not None else bias
     ndim = normalized_ndim or (1 if affine is None else affine.dim())
+    shape = input.shape[max(input.dim() - ndim, 0) :]
+    op = op_name(norm, residual)
+    unrecorded(check_shapes, input, residual, weight, bias, shape, f"{op}: ")
     rows = math.prod(input.shape[: input.dim() - ndim])
     count = 2 if norm == "layer_norm" else 1
     sum = input.new_empty(0)

@@ -114,7 +114,12 @@ def run_forward(cls: Any, probe: nn.Module, x: Tensor) -> Tensor:
 def check_side_effects(probe: nn.Module, x: Tensor, shared: dict[int, Any]) -> None:
     """Run forward, and refuse where that leaves traces in the module: the fused one would not."""
     before = {name: _copy(value, dict(shared)) for name, value in probe.__dict__.items()}
+    given = {"input": x, **probe._parameters, **probe._buffers}
+    tensors = {name: (t, t._version) for name, t in given.items() if t is not None}
     run_forward(type(probe), probe, x)
+    for name, (tensor, version) in tensors.items():
+        if tensor._version != version:  # even if its values are the same as before
+            raise Refusal(f"its forward writes to its {name}, which the fused one would not")
     after = probe.__dict__
     for name in (*after, *before):
         if name not in before or name not in after or not _same(before[name], after[name]):

@@ -8,7 +8,12 @@ _SUFFIXES = {".cpp", ".cu", ".cuh", ".h"}
 
 def source_hash(root: Path) -> str:
     """The digest of the sources of a tree: ``csrc/``, and ``setup.py`` for its compiler flags."""
-    sources = [path for path in root.joinpath("csrc").rglob("*") if path.suffix in _SUFFIXES]
+    sources = [
+        path
+        for path in root.joinpath("csrc").rglob("*")
+        # The lock of an editor, .#norm.cpp, is a link to nowhere.
+        if path.suffix in _SUFFIXES and not path.name.startswith(".")
+    ]
     digest = hashlib.sha256()
     for path in sorted([root / "setup.py", *sources]):
         content = path.read_bytes()

@@ -194,7 +194,15 @@ def _looks_like_norm(module: nn.Module) -> bool:
 
 
 def _eps_name(module: nn.Module) -> str | None:
-    return next((name for name in EPS_NAMES if hasattr(module, name)), None)
+    return next((name for name in EPS_NAMES if _has(module, name)), None)
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """``hasattr``; False too for a property of some other module that raises what it likes."""
+    try:
+        return hasattr(module, name)
+    except Exception:
+        return False
 
 
 def _selection(argument: str, select: Select, norms: list[tuple[list[str], nn.Module]]) -> set[int]:
@@ -262,12 +270,19 @@ def _prove_one(
     first: Refusal | None = None  # the likeliest
     for formula in _candidates(module, like):
         try:
-            after = fused_class(type(module), formula)
+            after = _subclassed(type(module), formula)
             return after, prove(module, after, formula, like, shape, shared)
         except Refusal as refusal:
             first = first or refusal
     assert first is not None
     raise first
+
+
+def _subclassed(original: type[nn.Module], formula: Formula) -> type[nn.Module]:
+    try:
+        return fused_class(original, formula)
+    except Exception as error:  # of its metaclass or __init_subclass__
+        raise Refusal(f"its class refuses a subclass: {type(error).__name__}: {error}") from error
 
 
 def _check_kind(like: Tensor, given: list[Tensor]) -> None:

@@ -34,20 +34,25 @@ def takes_original(module: Any, *tensors: Tensor | None, has_failed: bool = Fals
     Args:
         module: any; no is the answer for one that ``convert`` did not change.
         tensors: the input, weight and bias of the call.
-        has_failed: the fused op has raised. A tensor subclass may not know it, and the original
-            may broadcast. A missing build or a failed launch is no reason.
+        has_failed: the fused op has raised. A tensor subclass may not know it, the original may
+            broadcast, and it may not save an input that comes from inference mode. A missing build
+            or a failed launch is no reason.
     """
     if not hasattr(module, CONVERTED):
         return False
     given = [t for t in tensors if isinstance(t, Tensor)]
+    # What is being compiled cannot fail first.
+    may_broadcast = has_failed or is_dynamo_compiling()
     return any(
         t.dtype not in KERNEL_DTYPES
         or t.layout is not torch.strided
         or t.is_nested
         or t.device.type not in _KNOWN_DEVICES
         or (has_failed and type(t) not in (Tensor, nn.Parameter))
+        or (has_failed and t.is_inference() and torch.is_grad_enabled())
+        or (may_broadcast and given[0].shape[-t.dim() :] != t.shape)
         for t in given
-    ) or (has_failed and any(given[0].shape[-t.dim() :] != t.shape for t in given))
+    )
 
 
 def _do_nothing(module: nn.Module, args: Any) -> None:

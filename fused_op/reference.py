@@ -167,7 +167,7 @@ def compute(
 
     The arguments are those of ``norm_forward`` in ``csrc/fused_op.h``, and what normalises.
     """
-    shape = unrecorded(_check_shapes, input, residual, weight, bias, normalized_shape)
+    shape = unrecorded(check_shapes, input, residual, weight, bias, normalized_shape)
     compute = compute_dtype(input)
     if eps is None:
         eps = torch.finfo(compute).eps
@@ -269,17 +269,18 @@ def _drop(x: Tensor, rng_state: Tensor | None, p: float, normalized_ndim: int) -
     return torch.where(kept, x * keep_scale(p), 0)
 
 
-def _check_shapes(
+def check_shapes(
     input: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     normalized_shape: Shape | None,
+    prefix: str = "",  # of an error's sentence
 ) -> tuple[int, ...]:
     """The normalised shape. Nothing is broadcast."""
     if residual is not None and input.shape != residual.shape:
         raise RuntimeError(
-            f"residual must have the shape of input, {list(input.shape)}, "
+            f"{prefix}residual must have the shape of input, {list(input.shape)}, "
             f"got {list(residual.shape)}"
         )
     if normalized_shape is None:
@@ -290,13 +291,13 @@ def _check_shapes(
     shape = tuple(normalized_shape)
     if not shape or input.shape[-len(shape) :] != shape:
         raise RuntimeError(
-            f"Given normalized_shape={shape}, got input of size {tuple(input.shape)}"
+            f"{prefix}Given normalized_shape={shape}, got input of size {tuple(input.shape)}"
         )
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and parameter.shape != shape:
             raise RuntimeError(
-                f"Expected {name} to be of same shape as normalized_shape, but got {name} of "
-                f"shape {list(parameter.shape)} and normalized_shape = {list(shape)}"
+                f"{prefix}Expected {name} to be of same shape as normalized_shape, but got {name} "
+                f"of shape {list(parameter.shape)} and normalized_shape = {list(shape)}"
             )
     return shape
 

@@ -7,9 +7,11 @@ fixture `still_works`). What the library has beyond PyTorch's arguments is in te
 
 import builtins
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import fused_op
 from tests.bad_input import (
@@ -84,6 +86,23 @@ def test_09_meta_tensors(device):
         got = with_gradients(ours(op, device))(rows, weight)
         assert [t.shape for t in got] == [(4, 8)] * (1 + op.adds) + [(4, 8), (8,)]
         assert all(t.is_meta for t in got)
+
+
+@pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode])
+@pytest.mark.parametrize("op", FOUR, ids=str)
+def test_09_shapes_of_tensors_without_data(op, mode):
+    """Catches a result for shapes that no kernel takes: backward would say so, or nothing."""
+    with mode():
+        rows, weight = (
+            torch.empty(*shape, device="meta" if mode is nullcontext else "cpu")
+            for shape in ((4, 8), (8,))
+        )
+        for x in (rows[:, :1], rows[:, :5]):
+            with pytest.raises(RuntimeError, match=f"^{op.name}: Expected weight to be of same sh"):
+                op.fused(*[x] * (1 + op.adds), weight)
+        if op.adds:
+            with pytest.raises(RuntimeError, match=f"^{op.name}: residual must have the shape of"):
+                op.fused(rows, rows[:1], weight)
 
 
 @pytest.mark.skipif("cuda" not in DEVICES, reason="needs a GPU")

@@ -66,6 +66,7 @@ INPUTS = {
     "sparse": lambda: rows().to_sparse(),
     "mkldnn": lambda: rows().to_mkldnn(),
     "meta": lambda: rows().to("meta"),
+    "inference": lambda: from_inference_mode(),
     "wrapper": lambda: Opaque(rows()),
     "two tensors": lambda: TwoTensor(rows(), rows()),
     "no tensor": lambda: None,
@@ -74,6 +75,11 @@ INPUTS = {
     "no dimension": lambda: torch.tensor(1.0),
     "no rows": lambda: rows(COLS, F32, 0, 5),
 }
+
+
+def from_inference_mode():
+    with torch.inference_mode():
+        return rows()
 
 
 @functools.cache
@@ -124,7 +130,9 @@ def test_runs_where_the_original_ran(name, kind, weight, mode):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("kind", ["complex", "jagged", "float64", "bfloat16"])
+@pytest.mark.parametrize(
+    "kind", ["complex", "jagged", "float64", "bfloat16", "one column, broadcast"]
+)
 @pytest.mark.parametrize("make", [nn.RMSNorm, nn.LayerNorm, LlamaNorm])
 def test_compiled_too(make, kind):
     torch._dynamo.reset()

@@ -189,6 +189,26 @@ def with_attribute(name, value):
     return module
 
 
+class FinalNorm(LlamaNorm):
+    def __init_subclass__(cls):
+        raise TypeError("FinalNorm is final")
+
+
+class WritesWeight(LlamaNorm):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-100, 100)  # changes none of the weights of a comparison
+        return super().forward(x)
+
+
+class WritesInput(LlamaNorm):
+    def forward(self, x):
+        y = super().forward(x)
+        with torch.no_grad():
+            x.clamp_(-100, 100)
+        return y
+
+
 def mixed_dtypes():
     module = nn.LayerNorm(COLS)
     module.bias.data = module.bias.data.to(BF16)
@@ -255,6 +275,9 @@ REFUSED = {
         "is of torch.float8_e4m3fn, for which there is no kernel",
     ),
     "mixed": (mixed_dtypes, "its weight and bias differ in dtype or device"),
+    "final": (FinalNorm, "its class refuses a subclass: TypeError: FinalNorm is final"),
+    "writes weight": (WritesWeight, "its forward writes to its weight, which the fused one would"),
+    "writes input": (WritesInput, "its forward writes to its input, which the fused one would not"),
 }
 
 
@@ -283,6 +306,17 @@ def test_refused_and_left_as_it_was(case, device):
     assert type(module) is before and module.__dict__ == kept
     assert {n: p._version for n, p in module.named_parameters()} == parameters
     assert revert(module) == fused_op.convert(nn.Identity())  # there is nothing to revert
+
+
+class RaisingProperty(nn.Module):
+    @property
+    def eps(self):
+        raise RuntimeError("no eps before setup")
+
+
+def test_property_of_another_module_may_raise():
+    report = convert(nn.Sequential(RaisingProperty(), nn.LayerNorm(COLS)))
+    assert [c.name for c in report.converted] == ["1"] and not report.skipped
 
 
 def test_kernel_of_another_device_is_not_invented(monkeypatch):

@@ -116,6 +116,7 @@ def test_source_hash_sees_every_change(tree):
     assert changes()
     tree.joinpath("csrc", "core", "new.h~").touch()  # of an editor
     tree.joinpath("csrc", "core", "new.o").touch()
+    tree.joinpath("csrc", "core", ".#new.h").symlink_to("user@host.1:2")  # Emacs, while one edits
     assert not changes()
 
 
@@ -229,6 +230,20 @@ def test_backend_finds_the_environment_that_uv_is_told(tmp_path, shell, option):
     uv = shell.rename(tmp_path / "uv")
     found = parent_interpreters(uv, "uv", "pip", "install", *option, cwd=tmp_path)
     assert found[0] == str(tmp_path / "env" / "bin" / "python3")
+
+
+@pytest.mark.parametrize("activated", [None, "active"])
+def test_backend_finds_the_environment_of_uv(tmp_path, shell, monkeypatch, activated):
+    """Catches the torch of a notebook or task runner, a Python too, that has started uv."""
+    for env in (".venv", "active"):
+        (tmp_path / env).mkdir()
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    if activated:
+        monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / activated))
+    found = parent_interpreters(shell.rename(tmp_path / "uv"), "uv", "pip", cwd=folder)
+    assert found[0] == str(tmp_path / (activated or ".venv") / "bin" / "python3")
 
 
 @pytest.mark.parametrize("use_cuda", [None, "auto", "0", "1"])

@@ -18,7 +18,7 @@ from ._arguments import op_name
 from .reference import Norm, check_shapes, compute_dtype, unrecorded
 
 
-def fake_norm_forward(
+def _norm_forward(
     norm: Norm,
     input: Tensor,
     residual: Tensor | None,
@@ -132,7 +132,7 @@ def register_per_sample_rules() -> None:
         from . import _per_sample as _per_sample
 
 
-torch.library.register_fake("fused_op::norm_forward", fake_norm_forward)
+torch.library.register_fake("fused_op::norm_forward", _norm_forward)
 torch.library.register_fake("fused_op::norm_backward", _norm_backward)
 torch.library.register_fake("fused_op::dropout_state", _dropout_state)
 torch.library.register_vmap("fused_op::dropout_state", _dropout_states)

@@ -16,7 +16,7 @@ namespace fused_op::cuda {
 
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-constexpr int kPartBytes = kPartVectors * 16;  // of a row, in shared memory
+constexpr int kPartBytes = kPartVectors * kVectorBytes;  // in shared memory
 
 struct ClusterLayout {
   std::int64_t ctas;

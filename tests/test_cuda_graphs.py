@@ -5,6 +5,7 @@ that reads the old numbers, and a kernel on another stream or device than the cu
 """
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -17,6 +18,15 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 # One block does all the work, or many do, and sum the parameters' gradients in a second kernel.
 SHAPES = pytest.mark.parametrize("shape", [(3, 6), (700, 1000), (5, 65536)], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def no_garbage():
+    """What earlier tests left is freed before a capture, not in it: that would invalidate it."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def leaves(op, shape, device="cuda", requires_grad=True):

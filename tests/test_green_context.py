@@ -23,15 +23,14 @@ def run():
     with torch.autograd.set_multithreading_enabled(False):
         for x, w in zip(inputs, weights):
             leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
-            for y in (
-                fused_op.fused_layer_norm(*leaves),
-                fused_op.fused_rms_norm(*leaves, 1e-6),
-                *fused_op.fused_add_layer_norm(leaves[0], x, leaves[1]),
+            for outputs in (
+                (fused_op.fused_layer_norm(*leaves),),
+                (fused_op.fused_rms_norm(*leaves, 1e-6),),
+                fused_op.fused_add_layer_norm(leaves[0], x, leaves[1]),
             ):
-                grads = torch.autograd.grad(y, leaves, x, allow_unused=True)
-                results += [y.detach(), grads[0]]  # with the same bits, whatever kernel took them
-                if grads[1] is not None:
-                    results.append(grads[1].float())
+                dx, dweight = torch.autograd.grad(outputs, leaves, [x] * len(outputs))
+                # Rows have the same bits, whatever kernel took them.
+                results += [*(y.detach() for y in outputs), dx, dweight.float()]
     torch.cuda.synchronize()
     return results
 

@@ -1,6 +1,8 @@
 """NVRTC, as the module drives it: a kernel's text in, machine code or a readable error out."""
 
 import re
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import fused_op_cuda
 from tests.toy_kernel import HEADERS, KERNEL, OTHER, TOY, needs_nvrtc
 
 CSRC = Path(__file__).parents[1] / "csrc"
+COMPILER = shutil.which("g++") or shutil.which("c++")
 HEADER, NAME, ARCH = KERNEL
 A_LATER_GPU = 990  # PTX, which can be read
 
@@ -147,6 +150,41 @@ def test_every_header_of_a_kernel_is_embedded():
     stand_ins = {path.name: path.read_text("utf-8") for path in CSRC.joinpath("rtc").iterdir()}
     assert re.findall("#include <(.+)>", STAND_INS) == sorted(stand_ins)
     assert fused_op_cuda._kernel_sources() == expected | stand_ins
+
+
+WITHOUT_NVRTC = """
+#include <cstdio>
+
+#include "cuda/compile.h"
+
+namespace fused_op::cuda {
+const SourceFile kSourceFiles[] = {{"", ""}};
+const int kSourceFileCount = 0;
+}  // namespace fused_op::cuda
+
+int main() {
+  try {
+    fused_op::cuda::compile({"toy.cuh", "kernel"}, 90);
+  } catch (const fused_op::cuda::CompileError& error) {
+    const bool same = error.what() == fused_op::cuda::why_no_compiler();
+    std::printf("%s|%s|%d", error.what(), fused_op::cuda::compiler_identity().c_str(), same);
+  }
+}
+"""
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_without_nvrtc(tmp_path):
+    """Catches a crash, or an error without a reason, where torch's libraries are trimmed."""
+    main, program = tmp_path / "main.cpp", tmp_path / "main"
+    main.write_text(WITHOUT_NVRTC)
+    flags = ["-std=c++20", f"-I{CSRC}", '-DFUSED_OP_CUDA_VERSION="99.0"', "-pthread", "-ldl"]
+    sources = [str(main), str(CSRC / "cuda" / "compile.cpp")]
+    subprocess.run([COMPILER, *sources, *flags, "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, check=True)
+    reason, identity, same = done.stdout.split("|")
+    assert re.match(r"NVRTC cannot be loaded: libnvrtc\.so\.99: ", reason)
+    assert identity == "" and same == "1"
 
 
 @needs_nvrtc

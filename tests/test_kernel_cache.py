@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import fused_op_cuda
+from fused_op.__main__ import main
 from tests.toy_kernel import HEADERS, KERNEL, OTHER, TOY, file_of, find, needs_nvrtc
 
 pytestmark = needs_nvrtc
@@ -278,6 +279,36 @@ def test_clear_removes_what_is_ours(cache):
     assert sorted(cache.iterdir()) == sorted(theirs)
     assert fused_op_cuda._cache_info()["kernels"] == fused_op_cuda._clear_cache() == 0
     assert find()[2] == "compiled"
+
+
+# --- python -m fused_op cache ---------------------------------------------------------------------
+
+
+def test_command(cache, capsys):
+    find()
+    find(OTHER)
+    assert main(["cache"]) == 0
+    found = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert found["folder"] == str(cache)
+    assert found["kernels"] == "2"
+    assert found["bytes"] == str(sum(path.stat().st_size for path in cache.iterdir()))
+    assert found["problem"] == "none"
+    assert fused_op_cuda._compiler_identity().startswith(found["compiler"] + " ")
+    assert re.fullmatch(r".*/fused_op/_kernels, \d+ kernels", found["package"])
+    assert main(["cache", "--clear"]) == 0
+    assert "\nkernels   0, 2 removed\n" in capsys.readouterr().out
+    assert list(cache.iterdir()) == []
+
+
+def test_command_says_what_is_wrong(cache, capsys):
+    """Catches a status of 0 where every process compiles anew."""
+    cache.mkdir(0o777)
+    cache.chmod(0o777)
+    assert main(["cache"]) == 1
+    wrong = f"{cache} can be written to by other users"
+    assert f"\nproblem   {wrong}: kernels are not kept\n" in capsys.readouterr().out
+    assert main(["cache", "--clear"]) == 1
+    assert capsys.readouterr().out == f"Not cleared: {wrong}\n"
 
 
 # --- Several at once ------------------------------------------------------------------------------

@@ -176,10 +176,6 @@ FolderLock KernelFolder::try_lock(const std::string& name) const {
   if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) {
     return FolderLock(errno == EWOULDBLOCK ? State::kTaken : State::kImpossible);
   }
-  struct stat status;
-  if (::fstat(file.get(), &status) != 0 || status.st_nlink == 0) {
-    return FolderLock(State::kTaken);  // the one before us let go, and removed the file
-  }
   return FolderLock(folder_, name, file.release());
 }
 

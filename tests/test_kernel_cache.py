@@ -131,13 +131,18 @@ def test_a_file_of_another_key_is_not_taken(cache, line):
     find()
     key = fused_op_cuda._kernel_key(*KERNEL, HEADERS)
     path = file_of(cache)
-    content = path.read_bytes()
     other = re.sub(rf"(?m)^{line} .*", f"{line} other", key)
     assert other != key
-    body = content.partition(b"\n")[2].partition(b"\n")[2].replace(key.encode(), other.encode())
+    body = (
+        path.read_bytes()
+        .partition(b"\n")[2]
+        .partition(b"\n")[2]
+        .replace(key.encode(), other.encode())
+    )
     write(path, body)
     assert find()[2] == "compiled"
-    assert path.read_bytes() == content
+    assert key.encode() in path.read_bytes()
+    assert find()[2] == "cache"
 
 
 def write(path: Path, body: bytes) -> None:
@@ -166,7 +171,6 @@ def test_damaged_file_is_compiled_again(cache, damage):
     else:
         path.write_bytes(content.replace(b"kernel 1\n", b"kernel 2\n", 1))
     assert find() == (symbol, code, "compiled")
-    assert path.read_bytes() == content
     assert find() == (symbol, code, "cache")
 
 

@@ -15,6 +15,7 @@ After `pip install -e .`, `python setup.py build_ext --inplace` compiles again w
 Metadata is in pyproject.toml, the search for torch and nvcc in build_backend.py.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -169,7 +170,7 @@ def extension(cuda_home: Path | None, no_cuda_reason: str) -> Extension:
     }
     sources = glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp")
     if cuda_home:
-        sources += glob("csrc/cuda/*.cu")
+        sources += glob("csrc/cuda/*.cu") + glob("csrc/cuda/*.cpp")
         macros["FUSED_OP_WITH_CUDA"] = 1
         os.environ["TORCH_CUDA_ARCH_LIST"] = archs
         os.environ["CUDA_HOME"] = str(cuda_home)  # read once, by the import below
@@ -180,7 +181,11 @@ def extension(cuda_home: Path | None, no_cuda_reason: str) -> Extension:
     ext = (CUDAExtension if cuda_home else CppExtension)(
         name="fused_op_cuda",
         sources=sorted(sources),
-        depends=glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True),
+        depends=[
+            path
+            for kind in ("*.h", "*.cuh", "rtc/*")
+            for path in glob(f"csrc/**/{kind}", recursive=True)
+        ],
         define_macros=[(name, json.dumps(value)) for name, value in macros.items()],
         extra_compile_args=compile_flags(archs),
         # Where the compiler links libstdc++ statically, its symbols stay inside the module: mixed
@@ -222,7 +227,10 @@ def build_command() -> type:
             self.include_dirs = [path for path in self.include_dirs if path != environment]
 
         def build_extensions(self) -> None:
-            self.extensions[0].sources.append(write_source_hash(Path(self.build_temp)))
+            sources, folder = self.extensions[0].sources, Path(self.build_temp)
+            if "csrc/cuda/compile.cpp" in sources:  # with CUDA
+                sources.append(write_kernel_sources(folder))
+            sources.append(write_source_hash(folder))
             super().build_extensions()
 
     return Build
@@ -240,10 +248,46 @@ def write_source_hash(folder: Path) -> str:
         f'const char* const kSourceHash = "{source_hash(ROOT)}";\n'
         "}  // namespace fused_op\n"
     )
-    path = folder / "source_hash.cpp"
-    folder.mkdir(parents=True, exist_ok=True)
-    if not path.exists() or path.read_text() != code:
-        path.write_text(code)
+    return write_if_new(folder / "source_hash.cpp", code)
+
+
+def kernel_sources() -> dict[str, str]:
+    """What a kernel that is compiled at its first use may include: path there -> text."""
+    csrc = ROOT / "csrc"
+    found = {
+        path.relative_to(csrc).as_posix(): path.read_text("utf-8")
+        for kind in ("core/*.h", "cuda/*.h", "cuda/*.cuh")
+        for path in csrc.glob(kind)
+        if not path.name.startswith(".")  # the lock of an editor
+    }
+    stand_ins = [path for path in (csrc / "rtc").iterdir() if path.name.isidentifier()]
+    found |= {path.name: path.read_text("utf-8") for path in stand_ins}
+    return dict(sorted(found.items()))
+
+
+def write_kernel_sources(folder: Path) -> str:
+    """Write the C++ file that defines what csrc/cuda/compile.h declares; return its path."""
+    sources = kernel_sources()
+    digest = hashlib.sha256(json.dumps(sources).encode()).hexdigest()
+    entries = "".join(
+        f'    {{"{path}", R"fused_op({text})fused_op"}},\n' for path, text in sources.items()
+    )
+    code = (
+        '#include "cuda/compile.h"\n\n'
+        "namespace fused_op::cuda {\n"
+        f"const SourceFile kSourceFiles[] = {{\n{entries}}};\n"
+        f"const int kSourceFileCount = {len(sources)};\n"
+        f'const char* const kSourceDigest = "{digest}";\n'
+        "}  // namespace fused_op::cuda\n"
+    )
+    return write_if_new(folder / "kernel_sources.cpp", code)
+
+
+def write_if_new(path: Path, text: str) -> str:
+    """Write a file of the build unless it holds the text already: ninja goes by its date."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text("utf-8") != text:
+        path.write_text(text, "utf-8")
     return str(path)
 
 

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
+#include "kernel_tools.h"
 #include "routing.h"
 
 #ifndef FUSED_OP_NO_CUDA_REASON
@@ -69,6 +70,8 @@ PYBIND11_MODULE(fused_op_cuda, m) {
   m.attr("DISPATCH") = int{fused_op::kDispatch};
   m.attr("COMPOSITE") = int{fused_op::kComposite};
   m.attr("CAST") = int{fused_op::kCast};
+
+  fused_op::bind_kernel_tools(m);
 
   m.def("build_info", [] {
     using pybind11::literals::operator""_a;

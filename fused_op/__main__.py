@@ -1,20 +1,24 @@
 """``python -m fused_op``: what was built, which devices it is for, and whether it computes right.
 
 The exit status is 1 if a check fails. A device that this build has no code for is not checked.
+``python -m fused_op cache`` is about the kernels that were compiled at their first use.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import fused_op
+
+from ._kernel_cache import cache
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 PAIRS = [(F32, F32), (F16, F16), (F16, F32), (BF16, BF16), (BF16, F32), (F64, F64)]
@@ -27,8 +31,18 @@ OPS = {  # and their tensors, in call order
 ROWS, COLS = 67, 1027  # neither is a multiple of what a warp, a vector or a chunk of rows holds
 
 
-def main() -> int:
-    """Print the report; return the exit status."""
+def main(argv: Sequence[str] = ()) -> int:
+    """Do what the arguments say; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m fused_op", description="Check this build.")
+    commands = parser.add_subparsers(dest="command", title="commands")
+    about_cache = commands.add_parser("cache", help="the kernels that were compiled at first use")
+    about_cache.add_argument("--clear", action="store_true", help="remove them")
+    options = parser.parse_args(argv)
+    return cache(options.clear) if options.command == "cache" else report()
+
+
+def report() -> int:
+    """Print what was built, and check it; return the exit status."""
     info = fused_op.build_info()
     print(f"fused_op {info['version']}" + (", a debug build" if info["debug"] else ""))
     print(f"torch    {torch.__version__}, built for {info['torch']}")
@@ -157,4 +171,4 @@ def say(dtype: torch.dtype) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -12,7 +12,9 @@ def source_hash(root: Path) -> str:
         path
         for path in root.joinpath("csrc").rglob("*")
         # The lock of an editor, .#norm.cpp, is a link to nowhere.
-        if path.suffix in _SUFFIXES and not path.name.startswith(".")
+        if (path.suffix in _SUFFIXES and not path.name.startswith("."))
+        # Named like the standard headers that they stand in for.
+        or (path.parent.name == "rtc" and path.name.isidentifier())
     ]
     digest = hashlib.sha256()
     for path in sorted([root / "setup.py", *sources]):

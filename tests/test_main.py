@@ -34,6 +34,12 @@ def test_command():
     assert run.stdout.endswith("\nAll passed\n")
 
 
+@pytest.mark.skipif(bool(fused_op.build_info()["cuda"]), reason="see test_kernel_cache.py")
+def test_cache_of_a_build_without_cuda(capsys):
+    assert report.main(["cache", "--clear"]) == 0
+    assert "This build has no CUDA backend, and compiles no kernels: " in capsys.readouterr().out
+
+
 def test_the_table_is_that_of_the_tests():
     """Catches an op or a dtype pair that is added to the tests' tables alone."""
     assert {op.name: op.inputs for op in OPS} == report.OPS

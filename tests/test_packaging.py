@@ -420,3 +420,29 @@ def test_source_hash_is_written_once(setup_py, tmp_path):
     path.write_text("of other sources")
     setup_py.write_source_hash(tmp_path / "temp")
     assert f'"{source_hash(ROOT)}"' in path.read_text()
+
+
+def test_kernel_sources_are_written_once(setup_py, monkeypatch, tree):
+    """Catches a build that compiles although nothing has changed, and a digest that stays although
+    something has: kernels of an edit ago would be taken from the cache."""
+    monkeypatch.setattr(setup_py, "ROOT", tree)
+
+    def digest() -> str:
+        path = Path(setup_py.write_kernel_sources(tree / "temp"))
+        os.utime(path, (0, 0))
+        setup_py.write_kernel_sources(tree / "temp")
+        assert path.stat().st_mtime == 0
+        return re.search('kSourceDigest = "([0-9a-f]{64})"', path.read_text())[1]
+
+    seen = [digest()]
+    for name in setup_py.kernel_sources():
+        path = tree / "csrc" / (name if "/" in name else f"rtc/{name}")
+        path.write_bytes(path.read_bytes() + b"\n")
+        seen.append(digest())
+    path.rename(path.with_name("renamed"))
+    seen.append(digest())
+    assert len(set(seen)) == len(seen) > 20
+    for lock in ("core/.#new.h", "rtc/.#new"):  # Emacs, while one edits
+        (tree / "csrc" / lock).symlink_to("user@host.1:2")
+    (tree / "csrc" / "rtc" / "new~").touch()
+    assert digest() == seen[-1]

@@ -12,6 +12,7 @@ struct DeviceInfo {
   int shared_bytes;  // of one CTA, opted in
   bool sm_90;        // or newer: clusters, programmatic dependent launch
   int max_cluster;   // CTAs of a cluster; 0 before sm_90
+  int arch = 0;      // ten times the compute capability: 90 for 9.0
 };
 
 // Shared memory that a CTA may ask for at its launch: less what its kernel declares.

@@ -20,10 +20,13 @@ DeviceInfo read_device_info(int device) {
   DeviceInfo info{};
   info.index = device;
   int major = 0;
+  int minor = 0;
   cudaDeviceGetAttribute(&info.multiprocessors, cudaDevAttrMultiProcessorCount, device);
   cudaDeviceGetAttribute(&info.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   info.sm_90 = major >= 9;
+  info.arch = 10 * major + minor;
   info.max_cluster = major == 9 || major == 10 ? 16 : major > 10 ? 8 : 0;
   return info;
 }

@@ -1,0 +1,69 @@
+// Where a compiled kernel comes from: the installed package, the user's cache, or NVRTC. Called by
+// kernels.cpp, which loads it. Host code without CUDA headers or torch.
+//
+//   package  fused_op/_kernels beside the extension module; written by write_package() alone
+//   cache    $FUSED_OP_CACHE_DIR, or fused_op in $XDG_CACHE_HOME or ~/.cache
+//
+// A file holds the text of its key, the symbol and the code, behind a checksum. Whatever differs
+// from what is expected is compiled again.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "cuda/compile.h"
+
+namespace fused_op::cuda {
+
+// $FUSED_OP_JIT, read once.
+enum class Jit {
+  kOff,       // "0": no compiler runs and no cache is read; the package's kernels alone
+  kOn,        // "1", or not set
+  kRequired,  // "require": a kernel that cannot be had is an error
+};
+Jit jit_mode();  // throws std::runtime_error for any other value
+
+enum class Origin { kPackage, kCache, kCompiled };
+
+struct FoundImage {
+  Image image;
+  Origin origin;
+};
+
+// Everything that the code depends on, a line each, then an empty one. Kernels of the package may
+// be of any compiler: it is not needed where they run, and `compiler` is empty.
+std::string kernel_key(const KernelSource& source, int arch, const std::string& compiler);
+
+// A cubin runs on later GPUs of its major version: one for 8.0 is found on 8.6.
+std::optional<Image> read_package(const KernelSource& source, int arch);
+// Throws std::runtime_error if the folder cannot be written to.
+void write_package(const KernelSource& source, int arch, const Image& image);
+
+// How long a process waits for another one that compiles the same kernel, which takes half a
+// second.
+constexpr std::chrono::milliseconds kLockPatience{10'000};
+
+// Of processes that want one kernel at the same time, one compiles. A cache that cannot be used
+// costs compilations and is no error. Throws CompileError.
+FoundImage read_cache_or_compile(const KernelSource& source, int arch,
+                                 std::chrono::milliseconds patience = kLockPatience);
+
+// The package, then the cache and the compiler, as far as jit_mode() allows. Throws CompileError.
+FoundImage find_image(const KernelSource& source, int arch,
+                      std::chrono::milliseconds patience = kLockPatience);
+
+std::string package_folder();
+std::string cache_folder();  // empty without a home directory
+
+struct CacheInfo {
+  std::string problem;  // why kernels are not kept, as a clause; empty if they are
+  int kernels = 0;
+  std::int64_t bytes = 0;
+};
+CacheInfo cache_info();  // creates the folder, as the first kernel would
+// Removes the files of kernels; returns how many kernels. Throws std::runtime_error if it cannot.
+int clear_cache();
+
+}  // namespace fused_op::cuda

@@ -1,0 +1,153 @@
+// Kernels that are compiled at their first use: the table in memory, which a launch asks, and the
+// loading of what kernel_files.cpp finds. Host code without torch.
+//
+//   const Kernel* kernel = find_kernel(key, device, [&] { return KernelSource{header, name}; });
+//   if (kernel == nullptr || !kernel->allow_shared(bytes, device)) { ... why_no_kernel() ... }
+//   cudaLaunchKernelExC(&config, kernel->function(), arguments);
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/compile.h"
+#include "cuda/device_info.h"
+#include "cuda/kernel_files.h"
+
+namespace fused_op::cuda {
+
+// Everything that tells a kernel from others, packed by the launcher.
+struct KernelKey {
+  std::uint64_t low;
+  std::uint64_t high;
+
+  bool operator==(const KernelKey&) const = default;
+};
+
+// A kernel that cannot be had although FUSED_OP_JIT=require.
+struct KernelError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// A bit for each device, set once something has been done on it.
+class OnceOnDevice {
+ public:
+  bool done(const DeviceInfo& device) const {
+    return (devices_.load(std::memory_order_acquire) >> device.index & 1) != 0;
+  }
+  void set(const DeviceInfo& device) {
+    devices_.fetch_or(std::uint64_t{1} << device.index, std::memory_order_release);
+  }
+
+ private:
+  static_assert(kMaxDevices <= 64);
+  std::atomic<std::uint64_t> devices_{0};
+};
+
+// A loaded kernel, for all devices of its architecture. Lives as long as the process. The functions
+// that take a device need it to be the current one. Thread-safe.
+class Kernel {
+ public:
+  struct Facts {
+    int registers;     // of a thread
+    int local_bytes;   // of a thread: its stack and spills
+    int shared_bytes;  // of a CTA, beside the dynamic ones
+  };
+  Kernel(const void* function, Origin origin, const Facts& facts)
+      : function_(function), origin_(origin), facts_(facts) {}
+  Kernel(const Kernel&) = delete;
+  Kernel& operator=(const Kernel&) = delete;
+
+  // For cudaLaunchKernelExC and the runtime's other functions of a kernel: a cudaKernel_t.
+  const void* function() const { return function_; }
+  Origin origin() const { return origin_; }
+  int registers() const { return facts_.registers; }
+  int local_bytes() const { return facts_.local_bytes; }
+  int shared_bytes() const { return facts_.shared_bytes; }
+
+  // Before a launch with so much dynamic shared memory. False if the device does not have it.
+  bool allow_shared(int dynamic_bytes, const DeviceInfo& device) const {
+    const int bytes = dynamic_bytes + facts_.shared_bytes;
+    return bytes <= kSharedBytesOfEveryKernel ||
+           (bytes <= device.shared_bytes && (shared_.done(device) || opt_in_to_shared(device)));
+  }
+  // Before a launch with clusters of more than 8 CTAs. False if the device does not have them.
+  bool allow_large_clusters(const DeviceInfo& device) const;
+  // How many clusters the device runs at once, after the two above; 0 if none. The driver is asked
+  // once for each size of a cluster: a kernel has one number of threads and of bytes for each.
+  int active_clusters(int threads, int dynamic_bytes, int cluster, const DeviceInfo& device) const;
+
+  // For find_kernel(): whether the code is on the device. Else the first launch would load it,
+  // which a graph capture may forbid.
+  bool is_on(const DeviceInfo& device) const { return on_.done(device); }
+  void set_on(const DeviceInfo& device) const { on_.set(device); }
+
+ private:
+  static constexpr int kSharedBytesOfEveryKernel = 48 << 10;
+  static constexpr int kMaxCluster = 16;
+
+  bool opt_in_to_shared(const DeviceInfo& device) const;
+
+  const void* function_;
+  Origin origin_;
+  Facts facts_;
+  mutable OnceOnDevice on_;
+  mutable OnceOnDevice shared_;
+  mutable OnceOnDevice large_clusters_;
+  // One more than the count; 0: not asked yet.
+  mutable std::atomic<std::int16_t> active_clusters_[kMaxDevices][kMaxCluster + 1] = {};
+};
+
+// One (key, architecture). Never changed once it is in the table, and never freed.
+struct KernelEntry {
+  KernelKey key;
+  int arch;
+  const Kernel* kernel;  // null: it cannot be had
+  std::string problem;   // why not
+  const KernelEntry* next;
+};
+
+constexpr std::size_t kKernelBuckets = 1024;
+extern std::atomic<const KernelEntry*> kernel_buckets[kKernelBuckets];
+
+inline std::size_t bucket_of(const KernelKey& key, int arch) {
+  std::uint64_t mixed = key.low ^ static_cast<std::uint64_t>(arch) << 48;
+  mixed = (mixed * 0x9e3779b97f4a7c15 ^ key.high) * 0xd6e8feb86659fd93;
+  return (mixed ^ mixed >> 32) * 0x9e3779b97f4a7c15 >> 54;
+}
+static_assert(kKernelBuckets == std::size_t{1} << (64 - 54));
+
+// The entry, or null. No lock, no allocation.
+inline const KernelEntry* look_up(const KernelKey& key, int arch) {
+  const KernelEntry* entry = kernel_buckets[bucket_of(key, arch)].load(std::memory_order_acquire);
+  while (entry != nullptr && !(entry->key == key && entry->arch == arch)) {
+    entry = entry->next;
+  }
+  return entry;
+}
+
+// What find_kernel does when the table does not have the kernel ready for the device.
+const Kernel* find_missing_kernel(const KernelKey& key, const DeviceInfo& device,
+                                  const std::function<KernelSource()>& source);
+
+// The kernel of that key for the current device, which `device` describes; null if it cannot be
+// had. `source`, which returns a KernelSource, is called on a miss alone. A miss takes half a
+// second where the kernel has to be compiled, and may happen while a graph is captured. Throws
+// KernelError in the place of null if FUSED_OP_JIT=require, std::runtime_error if that has another
+// value.
+template <typename Source>
+const Kernel* find_kernel(const KernelKey& key, const DeviceInfo& device, Source&& source) {
+  const KernelEntry* const entry = look_up(key, device.arch);
+  if (entry != nullptr && entry->kernel != nullptr && entry->kernel->is_on(device)) [[likely]] {
+    return entry->kernel;
+  }
+  return find_missing_kernel(key, device, std::ref(source));
+}
+
+// Why find_kernel last returned null to this thread.
+const std::string& why_no_kernel();
+
+}  // namespace fused_op::cuda

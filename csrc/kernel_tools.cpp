@@ -1,0 +1,138 @@
+#include "kernel_tools.h"
+
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#ifdef FUSED_OP_WITH_CUDA
+#include "cuda/compile.h"
+#include "cuda/kernel_files.h"
+#elif !defined(FUSED_OP_NO_CUDA_REASON)
+#define FUSED_OP_NO_CUDA_REASON "the build did not say why"
+#endif
+
+namespace py = pybind11;
+using pybind11::literals::operator""_a;
+
+namespace fused_op {
+namespace {
+
+using Headers = std::map<std::string, std::string>;  // path -> text
+
+#ifdef FUSED_OP_WITH_CUDA
+cuda::KernelSource source_of(const std::string& header, const std::string& name,
+                             const Headers& headers) {
+  cuda::KernelSource source{header, name};
+  for (const auto& [path, text] : headers) {
+    source.more_headers.push_back({path, text});
+  }
+  return source;
+}
+
+const char* name_of(cuda::Origin origin) {
+  switch (origin) {
+    case cuda::Origin::kPackage:
+      return "package";
+    case cuda::Origin::kCache:
+      return "cache";
+    case cuda::Origin::kCompiled:
+      return "compiled";
+  }
+  return "";
+}
+
+py::tuple compile(const std::string& header, const std::string& name, int arch,
+                  const Headers& headers) {
+  std::string log;
+  cuda::Image image;
+  {
+    const py::gil_scoped_release released;
+    image = cuda::compile(source_of(header, name, headers), arch, &log);
+  }
+  return py::make_tuple(image.symbol, py::bytes(image.code), log);
+}
+
+py::tuple find_kernel(const std::string& header, const std::string& name, int arch,
+                      const Headers& headers, double patience_s) {
+  cuda::FoundImage found;
+  {
+    const py::gil_scoped_release released;
+    const std::chrono::duration<double> patience(patience_s);
+    found = cuda::find_image(source_of(header, name, headers), arch,
+                             std::chrono::duration_cast<std::chrono::milliseconds>(patience));
+  }
+  return py::make_tuple(found.image.symbol, py::bytes(found.image.code), name_of(found.origin));
+}
+
+void write_package(const std::string& header, const std::string& name, int arch,
+                   const Headers& headers) {
+  const cuda::KernelSource source = source_of(header, name, headers);
+  const py::gil_scoped_release released;
+  cuda::write_package(source, arch, cuda::compile(source, arch));
+}
+
+std::string kernel_key(const std::string& header, const std::string& name, int arch,
+                       const Headers& headers) {
+  return cuda::kernel_key(source_of(header, name, headers), arch, cuda::compiler_identity());
+}
+
+Headers kernel_sources() {
+  Headers sources;
+  for (int i = 0; i < cuda::kSourceFileCount; ++i) {
+    sources[cuda::kSourceFiles[i].path] = cuda::kSourceFiles[i].text;
+  }
+  return sources;
+}
+
+py::dict cache_info() {
+  const cuda::CacheInfo info = cuda::cache_info();
+  return py::dict(
+      "folder"_a = cuda::cache_folder(), "problem"_a = info.problem, "kernels"_a = info.kernels,
+      "bytes"_a = info.bytes, "package_folder"_a = cuda::package_folder(),
+      "compiler"_a = cuda::compiler_identity(), "no_compiler_reason"_a = cuda::why_no_compiler());
+}
+
+int clear_cache() { return cuda::clear_cache(); }
+std::string compiler_identity() { return cuda::compiler_identity(); }
+std::string why_no_compiler() { return cuda::why_no_compiler(); }
+#else
+[[noreturn]] void fail() {
+  throw std::runtime_error("fused_op was built without CUDA: " FUSED_OP_NO_CUDA_REASON);
+}
+py::tuple compile(const std::string&, const std::string&, int, const Headers&) { fail(); }
+py::tuple find_kernel(const std::string&, const std::string&, int, const Headers&, double) {
+  fail();
+}
+void write_package(const std::string&, const std::string&, int, const Headers&) { fail(); }
+std::string kernel_key(const std::string&, const std::string&, int, const Headers&) { fail(); }
+Headers kernel_sources() { fail(); }
+py::dict cache_info() { fail(); }
+int clear_cache() { fail(); }
+std::string compiler_identity() { fail(); }
+std::string why_no_compiler() { fail(); }
+#endif
+
+}  // namespace
+
+void bind_kernel_tools(py::module_& m) {
+  const auto kernel = std::make_tuple(py::arg("header"), py::arg("name"), py::arg("arch"),
+                                      py::arg("headers") = Headers());
+  const auto def = [&](const char* name, auto function, auto... more) {
+    std::apply([&](auto... args) { m.def(name, function, args..., more...); }, kernel);
+  };
+  def("_compile", &compile);
+  def("_find_kernel", &find_kernel, py::arg("patience_s") = 10.0);
+  def("_write_package", &write_package);
+  def("_kernel_key", &kernel_key);
+  m.def("_kernel_sources", &kernel_sources);
+  m.def("_cache_info", &cache_info);
+  m.def("_clear_cache", &clear_cache);
+  m.def("_compiler_identity", &compiler_identity);
+  m.def("_why_no_compiler", &why_no_compiler);
+}
+
+}  // namespace fused_op

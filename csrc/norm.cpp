@@ -73,11 +73,9 @@ ThreeTensors norm_forward(std::string_view norm, const at::Tensor& input,
   check_memory(op, "rng_state", rng_state);
 
   // Copies among these live until the kernel has been queued.
-  const bool in_vectors = dropout_p > 0 && residual && input.scalar_type() == dtype &&
-                          is_vector_dropout(to_dtype(dtype), shape.cols);
-  const Borrowed input_rows = readable_rows(input, shape, in_vectors, !residual);
+  const Borrowed input_rows = readable_rows(input, shape, false, !residual);
   const Borrowed residual_rows =
-      residual ? readable_rows(*residual, shape, in_vectors, !residual) : Borrowed();
+      residual ? readable_rows(*residual, shape, false, !residual) : Borrowed();
   const at::ScalarType given_dtype = weight ? weight->scalar_type()
                                      : bias ? bias->scalar_type()
                                             : dtype;
@@ -247,8 +245,9 @@ FourTensors norm_backward_into(std::string_view norm, const at::Tensor& grad_out
   args.weight = const_pointer(parameters.weight);
   args.bias = const_pointer(parameters.bias);
   args.stats = dense_stats->const_data_ptr();
-  args.grad_input = dense_rows(grad_input);
-  args.grad_residual = dense_rows(grad_residual);
+  args.has_residual = residual_dtype.has_value();
+  args.grad_input = {pointer(grad_input), to_dtype(input_dtype)};
+  args.grad_residual = {pointer(grad_residual), to_dtype(residual_dtype.value_or(input_dtype))};
   args.grad_weight = pointer(grad_weight);
   args.grad_bias = pointer(grad_bias);
   args.add_grads = add_grads;

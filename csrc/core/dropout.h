@@ -38,6 +38,16 @@ struct DropoutState {
   }
 };
 
+// One of the ten rounds.
+FUSED_OP_HD void philox_round(std::uint32_t (&words)[4], std::uint32_t low, std::uint32_t high) {
+  const std::uint64_t a = std::uint64_t{0xD2511F53u} * words[0];
+  const std::uint64_t b = std::uint64_t{0xCD9E8D57u} * words[2];
+  words[0] = static_cast<std::uint32_t>(b >> 32) ^ words[1] ^ low;
+  words[1] = static_cast<std::uint32_t>(b);
+  words[2] = static_cast<std::uint32_t>(a >> 32) ^ words[3] ^ high;
+  words[3] = static_cast<std::uint32_t>(a);
+}
+
 struct Philox {
   std::uint32_t words[4];
 
@@ -51,12 +61,7 @@ struct Philox {
 #pragma unroll
 #endif
     for (int round = 0; round < 10; ++round) {
-      const std::uint64_t a = std::uint64_t{0xD2511F53u} * words[0];
-      const std::uint64_t b = std::uint64_t{0xCD9E8D57u} * words[2];
-      words[0] = static_cast<std::uint32_t>(b >> 32) ^ words[1] ^ low;
-      words[1] = static_cast<std::uint32_t>(b);
-      words[2] = static_cast<std::uint32_t>(a >> 32) ^ words[3] ^ high;
-      words[3] = static_cast<std::uint32_t>(a);
+      philox_round(words, low, high);
       low += 0x9E3779B9u;
       high += 0xBB67AE85u;
     }
@@ -78,10 +83,10 @@ struct DropoutRow {
         row(static_cast<std::uint32_t>(row_number)) {}
 
   // Multiplies what is kept of columns `col` to col + N by the scale, and puts zero (also for inf
-  // and NaN) where it is not. N is 8, 4 or 2, and col a multiple of it.
+  // and NaN) where it is not. N is 8, 4, 2 or 1, and col a multiple of it.
   template <int N, typename A, typename Col>
   FUSED_OP_HD void apply(const Dropout& dropout, Col col, A (&values)[N]) const {
-    static_assert(N == 8 || N == 4 || N == 2);
+    static_assert(N == 8 || N == 4 || N == 2 || N == 1);
     Philox random(static_cast<std::uint32_t>(col / kMaskCols), row,
                   static_cast<std::uint32_t>(offset), static_cast<std::uint32_t>(offset >> 32),
                   key);
@@ -92,6 +97,9 @@ struct DropoutRow {
     if (N < 4 && col % 4 >= 2) {
       random.words[0] = random.words[1];
     }
+    if (N < 2 && col % 2 == 1) {
+      random.words[0] >>= 16;
+    }
     const A scale = sizeof(A) == 8 ? static_cast<A>(dropout.wide_scale) : A(dropout.scale);
 #ifdef __CUDA_ARCH__
 #pragma unroll
@@ -100,6 +108,70 @@ struct DropoutRow {
       const std::uint32_t bits =
           j % 2 == 0 ? random.words[j / 2] & 0xffffu : random.words[j / 2] >> 16;
       values[j] = bits >= dropout.threshold ? values[j] * scale : A(0);
+    }
+  }
+};
+
+// The masks of a lane's packs, `step` columns apart from `col` on. They are drawn in twos, which
+// share the ten keys.
+struct DropoutPacks {
+  DropoutRow row;
+  int col;
+  int step;
+  std::uint32_t random[2][4];
+
+  FUSED_OP_HD DropoutPacks(const Dropout& dropout, std::int64_t row_number, int first, int apart)
+      : row(DropoutState(dropout), row_number), col(first), step(apart) {}
+
+  // Pack i; called for 0, 1, 2 and so on. Multiplies what is kept by the scale, and puts zero (also
+  // for inf and NaN) where it is not. N is 8, 4, 2 or 1, and divides `col` and `step`.
+  template <int N, typename A>
+  FUSED_OP_HD void apply(const Dropout& dropout, int i, A (&values)[N]) {
+    if (i % 2 == 0) {
+      draw(i);
+    }
+    std::uint32_t (&words)[4] = random[i % 2];
+    const int within = (col + i * step) % kMaskCols;
+    if (N < 8 && within >= 4) {
+      words[0] = words[2];
+      words[1] = words[3];
+    }
+    if (N < 4 && within % 4 >= 2) {
+      words[0] = words[1];
+    }
+    if (N < 2 && within % 2 == 1) {
+      words[0] >>= 16;
+    }
+    const bool none = dropout.threshold > 0xffffu;  // p is 1
+    const std::uint32_t least = dropout.threshold << 16;
+    const A scale = sizeof(A) == 8 ? static_cast<A>(dropout.wide_scale) : A(dropout.scale);
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int j = 0; j < N; ++j) {
+      const std::uint32_t bits = j % 2 == 0 ? words[j / 2] << 16 : words[j / 2];
+      values[j] = !none && bits >= least ? values[j] * scale : A(0);
+    }
+  }
+
+ private:
+  FUSED_OP_HD void draw(int i) {
+    for (int k = 0; k < 2; ++k) {
+      random[k][0] = static_cast<std::uint32_t>(col + (i + k) * step) / kMaskCols;
+      random[k][1] = row.row;
+      random[k][2] = static_cast<std::uint32_t>(row.offset);
+      random[k][3] = static_cast<std::uint32_t>(row.offset >> 32);
+    }
+    auto low = static_cast<std::uint32_t>(row.key);
+    auto high = static_cast<std::uint32_t>(row.key >> 32);
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int round = 0; round < 10; ++round) {
+      philox_round(random[0], low, high);
+      philox_round(random[1], low, high);
+      low += 0x9E3779B9u;
+      high += 0xBB67AE85u;
     }
   }
 };

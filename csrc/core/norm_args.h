@@ -68,14 +68,15 @@ struct NormBackwardArgs {
   const void* weight = nullptr;  // null means 1
   const void* bias = nullptr;    // read if x_is_output; null means 0
   const void* stats = nullptr;   // as forward wrote them
-  Rows grad_input;
-  Rows grad_residual;           // null: it is the same as grad_input, or not wanted
-  void* grad_weight = nullptr;  // [cols]; null: not wanted
-  void* grad_bias = nullptr;    // [cols]; null: not wanted
-  bool add_grads = false;       // grad_weight and grad_bias are f32, and are added to
-  bool x_is_output = false;     // x holds the output: x̂ = (x - bias) / weight
-  void* workspace = nullptr;    // norm_backward_workspace(args) bytes
-  Dropout dropout;              // as in forward; of the input if drops_input
+  bool has_residual = false;     // forward added one
+  Rows grad_input;               // like grad_residual it has its dtype where it is not wanted, too
+  Rows grad_residual;            // null: it is the same as grad_input, or not wanted
+  void* grad_weight = nullptr;   // [cols]; null: not wanted
+  void* grad_bias = nullptr;     // [cols]; null: not wanted
+  bool add_grads = false;        // grad_weight and grad_bias are f32, and are added to
+  bool x_is_output = false;      // x holds the output: x̂ = (x - bias) / weight
+  void* workspace = nullptr;     // norm_backward_workspace(args) bytes
+  Dropout dropout;               // as in forward; of the input if drops_input
   bool drops_input = false;
 };
 
@@ -101,14 +102,11 @@ bool is_flexible(const Args& args) {
   return args.dropout.active || !has_one_dtype(args);
 }
 
-// Dropout of rows of one dtype that are whole vectors, before a residual is added: the GPU has
-// kernels for that. The op layer sees to it that such rows lie at multiples of a vector.
+// Backward of dropout, before a residual was added, of rows of one dtype that are whole vectors:
+// the GPU has kernels for that. The op layer sees to it that such rows lie at multiples of a
+// vector.
 inline bool is_vector_dropout(DType dtype, std::int64_t cols) {
   return dtype != DType::kFloat64 && cols * size_of(dtype) % kVectorBytes == 0;
-}
-inline bool is_vector_dropout(const NormForwardArgs& args) {
-  return args.dropout.active && args.sum != nullptr && has_one_dtype(args) &&
-         is_vector_dropout(args.dtype, args.cols);
 }
 inline bool is_vector_dropout(const NormBackwardArgs& args) {
   return args.dropout.active && args.drops_input && has_one_dtype(args) &&

@@ -58,6 +58,20 @@ FUSED_OP_HD A multiply_add(A a, A b, A c) {
 #endif
 }
 
+// 1 / value for a normal value, to the last bit or next to it: on the GPU three instructions where
+// the compiler's division of floats takes twenty and a call.
+template <typename A>
+FUSED_OP_HD A inverse(A value) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(A) == 4) {
+    float estimate;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(value));
+    return fmaf(fmaf(-value, estimate, 1.0f), estimate, estimate);
+  }
+#endif
+  return A(1) / value;
+}
+
 // Of `count` values: mean + rest is their mean in about twice the precision of A, `second` the sum
 // of squared deviations from it (RMSNorm: mean = rest = 0, the sum of squares). The rest matters
 // where |mean| >> deviation: at 1e4 the rounding of the mean alone would be 5e-4 deviations.

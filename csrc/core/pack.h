@@ -9,14 +9,24 @@
 #include <type_traits>
 
 #ifdef __CUDACC__
+#ifndef __CUDACC_RTC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#endif
 #define FUSED_OP_HD __host__ __device__ __forceinline__
 #else
 #define FUSED_OP_HD inline
 #endif
 
 namespace fused_op {
+
+// Elements of 16 bits as they lie in memory. Arithmetic is done in float.
+struct Float16 {
+  std::uint16_t bits;
+};
+struct BFloat16 {
+  std::uint16_t bits;
+};
 
 // Sums and formulas of an element type T are computed in Accumulator<T>.
 template <typename T>
@@ -38,10 +48,12 @@ constexpr int kVector = kVectorBytes / static_cast<int>(sizeof(T));
 // taken apart and put together again at every turn. Words, and an access policy in place of those
 // branches, took the forward of 131072x1024 bf16 from 194 to 130 us (H200). float parameters beside
 // 16-bit elements make packs of 32 bytes: two vector instructions.
+// A single 16-bit element is the lower half of its word.
 template <typename T, int N>
-struct alignas(sizeof(T) * N < kVectorBytes ? sizeof(T) * N : kVectorBytes) Pack {
-  static_assert(sizeof(T) * N % sizeof(std::uint32_t) == 0);
-  std::uint32_t words[sizeof(T) * N / sizeof(std::uint32_t)];
+struct alignas(sizeof(T) * N < 4              ? 4
+               : sizeof(T) * N < kVectorBytes ? sizeof(T) * N
+                                              : kVectorBytes) Pack {
+  std::uint32_t words[(sizeof(T) * N + 3) / 4];
 };
 
 template <typename T, int N>
@@ -111,7 +123,7 @@ FUSED_OP_HD void unpack(const Pack<T, N>& pack, Accumulator<T> (&values)[N]) {
   }
 }
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
 // Two 16-bit elements in one instruction.
 template <typename T>
 FUSED_OP_HD std::uint32_t word_from(float low, float high) {
@@ -130,7 +142,7 @@ FUSED_OP_HD std::uint32_t word_from(float low, float high) {
 // Back to elements: the one rounding.
 template <typename T, int N>
 FUSED_OP_HD Pack<T, N> pack_from(const Accumulator<T> (&values)[N]) {
-#ifdef __CUDACC__
+#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
   if constexpr (sizeof(T) == 2) {
     Pack<T, N> pack;
     for (int j = 0; j < N / 2; ++j) {
@@ -148,7 +160,7 @@ FUSED_OP_HD Pack<T, N> pack_from(const Accumulator<T> (&values)[N]) {
   }
 }
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
 // Pairs of 16-bit elements convert in one or two instructions on a 32-bit word; one element at a
 // time costs about twice the instructions, which bounds a kernel at this memory speed.
 template <int N>

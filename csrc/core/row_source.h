@@ -1,9 +1,9 @@
 // Where the row that is normalised comes from (forward), and what else its gradient carries
-// (backward). The arithmetic of a fusion in front of the norm is a struct here, for both backends.
-// dispatch.h and the launchers of cuda/ choose between them. Torch-free.
+// (backward), for the CPU and for the kernels that are built with the extension: one element type,
+// which dispatch.h and the launchers of cuda/ choose. (Those compiled at first use: source.h.)
+// Torch-free.
 #pragma once
 
-#include "core/dropout.h"
 #include "core/norm_args.h"
 #include "core/pack.h"
 
@@ -129,33 +129,11 @@ struct AddResidual {
   FUSED_OP_HD const T* row() const { return sum; }
 };
 
-// The same with dropout of the input. Two gradients leave: that of the residual, and that of the
-// input, of which the same elements are dropped.
+// Backward of the same with dropout of the input. Two gradients leave: that of the residual, and
+// that of the input, of which the same elements are dropped. (Forward: AddResidual of source.h.)
 template <typename T>
 struct DropoutAddResidual : AddResidual<T> {
   static constexpr bool kDrops = true;
-
-  const Dropout& dropout;
-  DropoutRow mask;
-
-  FUSED_OP_HD DropoutAddResidual(const NormForwardArgs& args, std::int64_t row)
-      : AddResidual<T>(args, row), dropout(args.dropout), mask(DropoutState(args.dropout), row) {}
-
-  template <typename Access, int kLanes, int N, int kVectors, typename Col>
-  FUSED_OP_HD void finish(const typename AddResidual<T>::template Fetched<N> (&fetched)[kVectors],
-                          Pack<T, N> (&row)[kVectors], Col col, Col width) const {
-    for (int i = 0; i < kVectors; ++i) {
-      Accumulator<T> total[N], addend[N];
-      unpack(fetched[i].input, total);
-      unpack(fetched[i].residual, addend);
-      mask.apply(dropout, col + i * kLanes * N, total);
-      for (int j = 0; j < N; ++j) {
-        total[j] += addend[j];
-      }
-      row[i] = pack_from<T, N>(total);
-    }
-    Access::template store_row<kLanes>(this->sum, col, width, row);
-  }
 };
 
 }  // namespace fused_op

@@ -4,9 +4,11 @@
 // and with it: 1.6 1.1 at 1x1024, 2.4 1.7 at 64x1024, 11.9 11.0 at 8192x1024. Torch-free.
 #pragma once
 
+#ifndef __CUDACC_RTC__
 #include <cuda_runtime_api.h>
 
 #include "cuda/launch.h"
+#endif
 
 namespace fused_op::cuda {
 
@@ -15,8 +17,9 @@ namespace fused_op::cuda {
 // calls it, so that the end of a kernel is the end of all before it.
 __device__ __forceinline__ void await_kernels_before() {
 #if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-  cudaTriggerProgrammaticLaunchCompletion();  // the next kernel may be placed, and waits
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::
+                   :);  // the next kernel may be placed, and waits
 #endif
 }
 
@@ -43,6 +46,7 @@ __device__ __forceinline__ void prefetch_row(const T* row, int col, int step, in
   }
 }
 
+#ifndef __CUDACC_RTC__
 struct LaunchShape {
   dim3 grid;
   dim3 block;
@@ -106,5 +110,6 @@ struct Queue {
     function(config);
   }
 };
+#endif
 
 }  // namespace fused_op::cuda

@@ -348,8 +348,8 @@ __global__ void __launch_bounds__(ForwardBounds<W, Source, Access, Tile>::kThrea
   Pack<T, N> packs[kVectors];
   typename Source::template Fetched<N> fetched[kVectors];
   // Not with few rows, which are over too soon, and not where it would spill.
-  constexpr bool kManyRegisters = (Tile::kTight && Norm::kCentered) || Source::kDrops ||
-                                  (Source::kGradStreams == 3 && sizeof(W) > sizeof(T));
+  constexpr bool kManyRegisters =
+      (Tile::kTight && Norm::kCentered) || (Source::kGradStreams == 3 && sizeof(W) > sizeof(T));
   constexpr bool kKept = std::is_same_v<Access, VectorAccess> && !Tile::kEager && !kManyRegisters;
   using RowAccess = std::conditional_t<kKept, KeptAccess, Access>;
 #pragma unroll

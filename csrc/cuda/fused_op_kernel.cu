@@ -1,10 +1,12 @@
 // The doors of the CUDA backend: dtypes to the launchers of launch_*.cu, and what is known of the
 // device. Torch-free:
 // nvcc -std=c++20 -O3 -fmad=false -Icsrc -arch=sm_90 -c csrc/cuda/fused_op_kernel.cu
+#include <algorithm>
 #include <array>
 #include <mutex>
 
 #include "core/dispatch.h"
+#include "cuda/first_use.h"
 #include "cuda/fused_op_kernel.h"
 #include "cuda/launch.h"
 
@@ -31,10 +33,15 @@ DeviceInfo read_device_info(int device) {
   return info;
 }
 
+bool has_kernels(const NormForwardArgs& args) { return !is_flexible(args); }
+bool has_kernels(const NormBackwardArgs& args) {
+  return !is_flexible(args) || is_vector_dropout(args);
+}
+
 // Calls function with the types of rows and parameters.
 template <typename Args, typename Function>
 auto with_types(const Args& args, Function&& function) {
-  if (!is_flexible(args) || is_vector_dropout(args)) {
+  if (has_kernels(args)) {
     return with_dtypes<CudaTypes>(args.dtype, args.param_dtype, function);
   }
   return args.dtype == DType::kFloat64
@@ -54,15 +61,25 @@ const DeviceInfo& device_info() {
 }
 
 cudaError_t norm_forward(const NormForwardArgs& args, cudaStream_t stream) {
+  if (launch_first_use(args, device_info(), stream)) {
+    return cudaGetLastError();
+  }
   return with_types(args,
                     [&]<typename T, typename W>() { return launch_forward<T, W>(args, stream); });
 }
 
 std::size_t norm_backward_workspace(const NormBackwardArgs& args) {
-  return with_types(args, [&]<typename T, typename W>() { return backward_workspace<T, W>(args); });
+  // The larger of two: at the launch there may be no kernel for the first.
+  const std::size_t first_use = first_use_workspace(args, device_info());
+  return std::max(first_use, with_types(args, [&]<typename T, typename W>() {
+                    return backward_workspace<T, W>(args);
+                  }));
 }
 
 cudaError_t norm_backward(const NormBackwardArgs& args, cudaStream_t stream) {
+  if (launch_first_use(args, device_info(), stream)) {
+    return cudaGetLastError();
+  }
   return with_types(args,
                     [&]<typename T, typename W>() { return launch_backward<T, W>(args, stream); });
 }

@@ -23,7 +23,19 @@
 //   backward_long.cuh    two kernels for the longest rows
 //   backward_cluster.cuh one for them where clusters are
 //   sum_partials.cuh     the last step of the parameter gradients
-//   launch.cuh           what the launchers share
+//
+// Those that are compiled at their first use, from a plan (plan.h), by first_use.cpp:
+//
+//   access.cuh           how packs of a row move, by vectors or by words
+//   forward_rows.cuh     forward_kernel
+//   backward_tile.h      how backward lays a row over threads
+//   staged_rows.cuh      how it reads rows ahead
+//   backward_rows.cuh    backward_kernel
+//   add_partials.cuh     the last step of the parameter gradients
+//
+// The launchers:
+//
+//   launch.cuh           what they share
 //   launch_forward.cuh   those of one dtype pair, instantiated by launch_*.cu
 //   launch_backward.cuh
 //

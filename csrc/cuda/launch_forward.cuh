@@ -161,8 +161,8 @@ constexpr std::int64_t kEagerThreads = 512;
 
 // Whether there is such a tile.
 template <typename Source, typename Access, typename Tile>
-constexpr bool kHasEager = Tile::kLanes == kWarpSize && !Source::kFlexible && !Source::kDrops &&
-                           std::is_same_v<Access, VectorAccess>;
+constexpr bool kHasEager =
+    Tile::kLanes == kWarpSize && !Source::kFlexible && std::is_same_v<Access, VectorAccess>;
 
 // Whether there is a kernel with FullAccess for rows that fill this tile, and whether these do.
 template <typename Source, typename Access, typename Tile>
@@ -300,10 +300,6 @@ cudaError_t launch_forward(const NormForwardArgs& args, cudaStream_t stream) {
   with_norm(args.kind, [&]<typename Norm>() {
     if constexpr (kIsFlexible<W>) {
       launch_rows<W, Norm, Flexible<T>, AnyAccess>(args, queue);
-    } else if (sizeof(T) < 8 && args.dropout.active) {
-      if constexpr (sizeof(T) < 8) {
-        launch_rows<W, Norm, DropoutAddResidual<T>, VectorAccess>(args, queue);
-      }
     } else if (args.input.split.inner != 0) {
       launch_rows<W, Norm, SplitRows<T>, VectorAccess>(args, queue);
     } else if (is_flat<T>(args)) {

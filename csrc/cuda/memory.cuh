@@ -60,6 +60,61 @@ __device__ __forceinline__ void copy_async(std::uint32_t to, std::uintptr_t from
 #endif
 }
 
+// The same of 4 or 8 bytes, which pass through the L1 cache.
+template <int kBytes>
+__device__ __forceinline__ void copy_bytes_async(std::uint32_t to, std::uintptr_t from) {
+  static_assert(kBytes == 4 || kBytes == 8);
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes)
+               : "memory");
+#else
+  using Bytes = std::conditional_t<kBytes == 4, std::uint32_t, uint2>;
+  *static_cast<Bytes*>(__cvta_shared_to_generic(to)) = *reinterpret_cast<const Bytes*>(from);
+#endif
+}
+// Copies since the last call are a group; of the groups of this thread, all but the last kLeft have
+// arrived after await_copies.
+__device__ __forceinline__ void end_copy_group() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int kLeft>
+__device__ __forceinline__ void await_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+#endif
+}
+
+// Bytes of shared memory, as words; of 2 bytes, the lower half of one.
+template <int kBytes>
+__device__ __forceinline__ void load_shared_bytes(std::uint32_t address, std::uint32_t* words) {
+  static_assert(kBytes == 2 || kBytes == 4 || kBytes == 8 || kBytes == 16);
+  if constexpr (kBytes == 16) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address)
+                 : "memory");
+  } else if constexpr (kBytes == 8) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(words[0]), "=r"(words[1])
+                 : "r"(address)
+                 : "memory");
+  } else if constexpr (kBytes == 4) {
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(words[0]) : "r"(address) : "memory");
+  } else {
+    asm volatile(
+        "{\n"
+        "  .reg .b16 half;\n"
+        "  ld.shared.b16 half, [%1];\n"
+        "  cvt.u32.u16 %0, half;\n"
+        "}"
+        : "=r"(words[0])
+        : "r"(address)
+        : "memory");
+  }
+}
+
 // 16 bytes of shared memory.
 __device__ __forceinline__ void load_shared(std::uint32_t address, std::uint32_t* words) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -111,6 +166,23 @@ __device__ __forceinline__ void load_if(bool wanted, const void* address, std::u
         : "l"(address), "r"(static_cast<int>(wanted))
         : "memory");
   }
+}
+
+// The 2 bytes at `address` into the lower half of a word, where `wanted`.
+__device__ __forceinline__ void load_half_if(bool wanted, const void* address,
+                                             std::uint32_t* word) {
+  asm volatile(
+      "{\n"
+      "  .reg .pred wanted;\n"
+      "  .reg .b16 half;\n"
+      "  cvt.u16.u32 half, %0;\n"
+      "  setp.ne.b32 wanted, %2, 0;\n"
+      "  @wanted ld.global.b16 half, [%1];\n"
+      "  cvt.u32.u16 %0, half;\n"
+      "}"
+      : "+r"(*word)
+      : "l"(address), "r"(static_cast<int>(wanted))
+      : "memory");
 }
 
 // load_if with that policy.

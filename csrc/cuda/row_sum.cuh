@@ -4,7 +4,6 @@
 #pragma once
 
 #include "core/norm_math.h"
-#include "cuda/row_tile.h"
 
 namespace fused_op::cuda {
 

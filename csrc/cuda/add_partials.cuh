@@ -1,0 +1,87 @@
+// What backward_kernel's CTAs leave of the parameter gradients, added up in a fixed order. Compiled
+// by nvcc and by NVRTC; torch-free.
+#pragma once
+
+#include "core/convert.h"
+#include "cuda/access.cuh"
+#include "cuda/dependent_launch.cuh"
+#include "cuda/memory.cuh"
+
+namespace fused_op::cuda {
+
+// Where the gradients of weight and bias go; null: not wanted.
+struct PartialsTargets {
+  void* data[2];
+  bool add;  // they are f32, and are added to
+};
+
+// block: (kPartialsLanes, kPartialsRows); a thread adds up one vector of columns, of every
+// kPartialsRows-th row.
+constexpr int kPartialsLanes = 8;
+constexpr int kPartialsRows = 16;
+template <typename A>
+constexpr int kPartialsCols = kPartialsLanes * kVector<A>;  // of a CTA
+
+// Column sums of [parts, grads, stride]. W is the dtype of the parameters. grid: (columns, grads).
+template <typename W, typename A>
+__global__ void __launch_bounds__(kPartialsLanes* kPartialsRows, 4)
+    add_partials_kernel(const A* partials, int parts, int grads, std::int64_t stride,
+                        std::int64_t cols, const __grid_constant__ PartialsTargets targets) {
+  constexpr int N = kVector<A>;
+  constexpr int kAtOnce = 9;  // loads in flight: all of them, for 132 parts
+  void* const target = targets.data[blockIdx.y];
+  if (target == nullptr) {
+    return;
+  }
+  __shared__ A sums[kPartialsRows][kPartialsCols<A>];
+  const std::int64_t first_col = static_cast<std::int64_t>(blockIdx.x) * kPartialsCols<A>;
+  const std::int64_t col = first_col + threadIdx.x * N;
+  const std::int64_t row = grads * stride;
+  const A* from = partials + threadIdx.y * row + blockIdx.y * stride + col;
+  await_kernels_before();
+  A sum[N];
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    sum[j] = 0;
+  }
+  if (col < cols) {
+    for (int part = threadIdx.y; part < parts; part += kPartialsRows * kAtOnce) {
+      Pack<A, N> addends[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        clear(addends[k]);
+        load_if(part + k * kPartialsRows < parts, from, addends[k].words);
+        from += kPartialsRows * row;
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        A values[N];
+        to_values(addends[k], values);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          sum[j] += values[j];
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    sums[threadIdx.y][threadIdx.x * N + j] = sum[j];
+  }
+  __syncthreads();
+  const int thread = static_cast<int>(threadIdx.y * kPartialsLanes + threadIdx.x);
+  if (thread < kPartialsCols<A> && first_col + thread < cols) {
+    A total[1] = {0};
+#pragma unroll
+    for (int i = 0; i < kPartialsRows; ++i) {
+      total[0] += sums[i][thread];
+    }
+    if (targets.add) {
+      static_cast<float*>(target)[first_col + thread] += static_cast<float>(total[0]);
+    } else {
+      store_bytes<sizeof(W)>(static_cast<W*>(target) + first_col + thread, rounded<W>(total).words);
+    }
+  }
+}
+
+}  // namespace fused_op::cuda

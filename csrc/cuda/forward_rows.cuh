@@ -1,0 +1,375 @@
+// The forward kernel of rows that fit into the registers of one CTA. A row is read once and stays
+// in registers, packed as it came; its moments take two passes over the registers; then it is
+// normalised and stored. Which threads hold a row is the tile's affair, integers that the plan
+// chose (plan.h). Compiled by nvcc and by NVRTC; torch-free.
+#pragma once
+
+#include "core/epilogue.h"
+#include "core/norm_args.h"
+#include "core/norm_math.h"
+#include "core/source.h"
+#include "cuda/access.cuh"
+#include "cuda/dependent_launch.cuh"
+#include "cuda/row_sum.cuh"
+
+namespace fused_op::cuda {
+
+// How a row lies over threads. kLanes lanes have it, or as many whole warps as it needs; a warp has
+// kLanes · kVectors neighbouring packs of kPack elements, each lane every kLanes-th of them.
+template <int kPack_, int kLanes_, int kVectors_, int kSpread_, int kAhead_, bool kFew_,
+          int kThreads_, int kCtasPerSm_, int kWidth_>
+struct ForwardTile {
+  static constexpr int kPack = kPack_;
+  static constexpr int kLanes = kLanes_;
+  static constexpr int kVectors = kVectors_;
+  static constexpr int kSpread = kSpread_;  // warps that share what one would hold: few rows
+  static constexpr int kAhead = kAhead_;    // packs of parameters in flight
+  static constexpr bool kFew = kFew_;       // all rows are on the GPU at once: latency counts
+  static constexpr int kThreads = kThreads_;
+  static constexpr int kCtasPerSm = kCtasPerSm_;
+  static constexpr int kWidth = kWidth_;  // of the rows; 0: known at run time
+
+  static constexpr int kStep = kLanes * kPack;
+  static constexpr int kWarpCols = kStep * kVectors;
+  static constexpr int kPartCols = kWarpCols * kSpread;  // of one entry of the exchange
+  static constexpr int kWarps = (kWidth + kWarpCols - 1) / kWarpCols;
+  // Packs that the last warp's last lane has inside the row, too.
+  static constexpr int kSure = kWidth == 0 ? 0 : (kWidth - (kWarps - 1) * kWarpCols) / kStep;
+  static constexpr bool kOneWarp = kLanes < kWarpSize || kWarps == 1;  // known at compile time
+};
+
+template <typename Norm_, typename Source_, typename Epilogue_, typename Access_>
+struct ForwardOp {
+  using Norm = Norm_;
+  using Source = Source_;
+  using Epilogue = Epilogue_;
+  using Access = Access_;
+};
+
+constexpr int kMaxRowWarps = 16;
+
+// Calls add(x · scale - from, total) for a lane's elements, in one short chain of sums a pack: a
+// long one lets the scheduler unpack the whole row ahead of it, in twice the registers.
+template <bool kWhole, typename Lane, typename T, int N, int kVectors, typename A, typename Add>
+__device__ __forceinline__ A sum_deviations(const Lane& lane, const Pack<T, N> (&row)[kVectors],
+                                            A scale, A from, Add&& add) {
+  A total = 0;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    A x[N];
+    A part = 0;
+    to_values(row[i], x);
+    const int valid = lane.template valid<N>(i);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      add(kWhole || valid > j ? x[j] * scale - from : A(0), part);
+    }
+    total += valid > 0 ? part : A(0);
+  }
+  return total;
+}
+
+// Moments of `count` elements that kLanes neighbouring lanes hold, valid in every lane; `refined`
+// takes another pass for the mean. spread(total) adds what other warps hold. Two passes over
+// registers, not E[x²] - E[x]²: nothing cancels where |mean| >> deviation.
+template <typename Norm, bool kWhole, int kLanes, typename Lane, typename T, int N, int kVectors,
+          typename A, typename Spread>
+__device__ __forceinline__ Moments<A> moments_of_lanes(const Lane& lane,
+                                                       const Pack<T, N> (&row)[kVectors], A count,
+                                                       A scale, bool refined, Spread&& spread) {
+  Moments<A> moments{};
+  const auto sum = [&](auto&& add) {
+    return lane_sum<kLanes>(spread(sum_deviations<kWhole>(lane, row, scale, moments.mean, add)));
+  };
+  const auto itself = [](A deviation, A& total) { total += deviation; };
+  const auto square = [](A deviation, A& total) {
+    total = multiply_add(deviation, deviation, total);
+  };
+  if constexpr (Norm::kCentered) {
+    const A inverse_count = count > A(0) ? reciprocal(count) : A(0);
+    moments.mean = sum(itself) * inverse_count;
+    if (refined) {
+      moments.mean += sum(itself) * inverse_count;
+    }
+    if constexpr (sizeof(T) >= 4) {  // means of 16-bit elements need no correction below rounding
+      moments.rest = sum(itself) * inverse_count;
+    }
+  }
+  moments.second = sum(square) - count * moments.rest * moments.rest;
+  return moments;
+}
+
+// Where a thread stands.
+struct ForwardPlace {
+  std::int64_t row;  // of lanes past the last row: another one
+  bool live;         // false in those lanes
+  int lane;
+  int warp;   // of the row
+  int warps;  // of the row
+};
+
+// Rows that share a warp are as many rows apart as there are warps, an even number: of dense rows
+// all begin in the middle of a word, or none.
+template <typename Tile>
+__device__ __forceinline__ ForwardPlace place_of(const NormForwardArgs& args, int width) {
+  const int thread = static_cast<int>(threadIdx.x);
+  ForwardPlace place{blockIdx.x, true, thread % Tile::kLanes, 0, 1};
+  if (Tile::kOneWarp || (Tile::kSpread == 1 && width <= Tile::kWarpCols)) {
+    constexpr int kWarpRows = kWarpSize / Tile::kLanes;
+    const int warps = static_cast<int>(blockDim.x) / kWarpSize;
+    place.row = place.row * (warps * kWarpRows) + thread / kWarpSize +
+                thread % kWarpSize / Tile::kLanes * warps;
+    place.live = place.row < args.rows;
+    place.row = place.live ? place.row : args.rows - 1;
+  } else {
+    place.warp = thread / kWarpSize;
+    place.warps = static_cast<int>(blockDim.x) / kWarpSize;
+  }
+  return place;
+}
+
+// The normaliser of a row; one thread of the row saves its statistics for backward.
+template <typename Norm, typename A>
+__device__ __forceinline__ Normalizer<A> normalizer_of(const NormForwardArgs& args,
+                                                       Moments<A> moments, A scale, A inverse_cols,
+                                                       std::int64_t row, bool saves) {
+  unscale(moments, scale);
+  const Normalizer<A> normalizer =
+      Norm::normalizer(moments, scale, inverse_cols, static_cast<A>(args.eps));
+  if (args.stats != nullptr && saves) {
+    Norm::save(normalizer, moments, static_cast<A*>(args.stats), row, args.rows);
+  }
+  return normalizer;
+}
+
+// A row element by element, where its moments have to be taken again: slow, and rare.
+template <typename Op, typename Tile, typename A>
+struct Rescue {
+  using Norm = typename Op::Norm;
+  using Row = typename Op::Source::Row;
+  static constexpr int N = Tile::kPack;
+  using OneVector = Lane<Tile::kLanes, 0, 0, false>;
+
+  const NormForwardArgs& args;
+  const ForwardPlace& place;
+  int width;
+  CtaExchange<A> exchange;
+
+  // The warps that share one's packs all take all of them.
+  __device__ OneVector lane_of(int i) const {
+    const int part = place.warp / Tile::kSpread;
+    return {part * Tile::kPartCols + place.lane * N + i * Tile::kStep, width,
+            place.live && place.warp % Tile::kSpread == 0};
+  }
+  __device__ void read(const OneVector& lane, Pack<Row, N> (&pack)[1]) const {
+    const typename Op::Source source(args, place.row);
+    Words::load(lane, source.row(), pack);
+  }
+  // With the mean refined, of elements times `scale`.
+  __device__ Moments<A> moments(A scale) const {
+    WarpMoments<A> mine{};
+#pragma unroll 1
+    for (int i = 0; i < Tile::kVectors * Tile::kSpread; ++i) {
+      const OneVector lane = lane_of(i);
+      Pack<Row, N> pack[1];
+      read(lane, pack);
+      const int first = lane.first - place.lane * N;
+      const A count = static_cast<A>(max(min(width - first, Tile::kStep), 0));
+      mine = append(mine, {count, moments_of_lanes<Norm, false, Tile::kLanes>(
+                                      lane, pack, count, scale, true, [](A sum) { return sum; })});
+    }
+    if (place.warps == 1) {
+      return mine.moments;
+    }
+    exchange.barrier();  // read by all before it is written again
+    if (place.warp % Tile::kSpread == 0) {
+      exchange.put(place.warp / Tile::kSpread, mine);
+    }
+    exchange.barrier();
+    return merge_parts<Norm::kCentered, kMaxRowWarps>(exchange.parts, place.warps / Tile::kSpread,
+                                                      reciprocal(static_cast<A>(width)));
+  }
+  __device__ void write(const Normalizer<A>& normalizer) const {
+    using Epilogue = typename Op::Epilogue;
+    using Y = typename Op::Epilogue::Output;
+    Y* const output = static_cast<Y*>(args.output.data) + place.row * width;
+#pragma unroll 1
+    for (int i = 0; i < Tile::kVectors * Tile::kSpread; ++i) {
+      const OneVector lane = lane_of(i);
+      Pack<Row, N> pack[1];
+      read(lane, pack);
+      A values[N];
+      to_values(pack[0], values);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        values[j] = Norm::normalized(values[j], normalizer);
+      }
+      Epilogue epilogue(args, place.row, lane);
+      const auto parameters =
+          Epilogue::template load<Norm, Words, N>(args, lane.first, lane.first < width);
+      epilogue.template apply<Norm>(parameters, 0, values);
+      const Pack<Y, N> packs[1] = {rounded<Y>(values)};
+      Words::store(lane, output, packs);
+    }
+  }
+};
+
+// The rest of the kernel for a warp with a row whose moments are not trusted(): a function of its
+// own that ends the kernel, so that the common path pays neither registers nor length for it. It
+// finds its place anew: a reference to the kernel's would put that on the stack of every thread.
+template <typename Op, typename Tile, typename A>
+__device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, int width,
+                                              Moments<A> moments, WarpMoments<A>* parts) {
+  const ForwardPlace place = place_of<Tile>(args, width);
+  const Rescue<Op, Tile, A> rescue{args, place, width, CtaExchange<A>{parts}};
+  const bool trust = trusted(moments, static_cast<A>(width));
+  A scale = 1;
+  __syncwarp();  // the row may be the sum, which the lanes have written for each other
+#pragma unroll 1
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    const A next_scale = attempt == 0 ? A(1) : Limits<A>::kScale;
+    const Moments<A> refined = rescue.moments(next_scale);
+    if (!trust && (attempt == 0 || overflowed(moments))) {
+      moments = refined;
+      scale = next_scale;
+    }
+  }
+  const bool saves = place.live && place.lane == 0 && place.warp == 0;
+  rescue.write(normalizer_of<typename Op::Norm>(
+      args, moments, scale, reciprocal(static_cast<A>(width)), place.row, saves));
+}
+
+// The sum of what kSpread warps hold in each lane. Two buffers in turn: one barrier a sum.
+template <typename Tile, typename A>
+struct SpreadSum {
+  int part;
+  int lane;
+  int buffer = 0;
+
+  __device__ __forceinline__ A operator()(A total) {
+    if constexpr (Tile::kSpread > 1) {
+      __shared__ A totals[2][kMaxRowWarps * kWarpSize];
+      A* const mine = totals[buffer];
+      buffer ^= 1;
+      mine[threadIdx.x] = total;
+      row_barrier(part, Tile::kSpread * Tile::kLanes);
+      total = 0;
+#pragma unroll
+      for (int i = 0; i < Tile::kSpread; ++i) {
+        total += mine[(part * Tile::kSpread + i) * Tile::kLanes + lane];
+      }
+    }
+    return total;
+  }
+};
+
+// Normalises a lane's packs and stores them. Parameters are loaded kAhead packs ahead.
+template <typename Op, typename Tile, typename Lane, typename Parameters, typename Row, int N,
+          int kVectors, typename A>
+__device__ __forceinline__ void write_row(const NormForwardArgs& args, std::int64_t row,
+                                          const Lane& lane, Parameters (&parameters)[Tile::kAhead],
+                                          const Pack<Row, N> (&packs)[kVectors],
+                                          const Normalizer<A>& normalizer) {
+  using Norm = typename Op::Norm;
+  using Access = typename Op::Access;
+  using Y = typename Op::Epilogue::Output;
+  using Epilogue = typename Op::Epilogue;
+  Y* const output = static_cast<Y*>(args.output.data) + row * lane.width;
+  Epilogue epilogue(args, row, lane);
+  const bool together = Access::stores_together(output + lane.first);
+  Pack<Y, N> results[Access::kStoresTogether ? kVectors : 1];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    A values[N];
+    to_values(packs[i], values);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      values[j] = Norm::normalized(values[j], normalizer);
+    }
+    epilogue.template apply<Norm>(parameters[i % Tile::kAhead], i, values);
+    Pack<Y, N>& result = results[Access::kStoresTogether ? i : 0];
+    result = rounded<Y>(values);
+    if (!together) {
+      Access::store_pack(lane, output, i, result);
+    }
+    if (i + Tile::kAhead < kVectors) {
+      const int next = i + Tile::kAhead;
+      parameters[i % Tile::kAhead] = Epilogue::template load<Norm, Access, N>(
+          args, lane.col(next), lane.template valid<N>(next) > 0);
+    }
+  }
+  if constexpr (Access::kStoresTogether) {
+    if (together) {
+      Access::store(lane, output, results);
+    }
+  }
+}
+
+// grid: enough CTAs for all rows; block: whole rows, or one row if it takes several warps.
+template <typename Op, typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
+    forward_kernel(const __grid_constant__ NormForwardArgs args) {
+  using Norm = typename Op::Norm;
+  using Source = typename Op::Source;
+  using Access = typename Op::Access;
+  using Row = typename Source::Row;
+  using A = Accumulator<Row>;
+  constexpr int N = Tile::kPack;
+  constexpr bool kWhole = Access::kWhole || (Tile::kWidth > 0 && Tile::kWidth % N == 0);
+
+  const int width = Tile::kWidth > 0 ? Tile::kWidth : static_cast<int>(args.cols);
+  const ForwardPlace place = place_of<Tile>(args, width);
+  const Lane<Tile::kLanes, Tile::kStep, Tile::kSure, !Tile::kFew> lane{
+      place.warp * Tile::kWarpCols + place.lane * N, width, place.live};
+  const Source source(args, place.row);
+  if (blockIdx.x < kPrefetchingCtas) {
+    source.template prefetch<Access, Tile::kVectors>(lane);
+  }
+  await_kernels_before();
+  Pack<Row, N> row[Tile::kVectors];
+  typename Source::template Loaded<N, Tile::kVectors> loaded;
+  source.template load<Access>(lane, loaded);
+  source.template finish<Access>(lane, loaded, row);
+  using Parameters = typename Op::Epilogue::template Parameters<N>;
+  Parameters parameters[Tile::kAhead];
+  const auto load_parameters = [&] {
+#pragma unroll
+    for (int i = 0; i < Tile::kAhead; ++i) {
+      parameters[i] = Op::Epilogue::template load<Norm, Access, N>(args, lane.col(i),
+                                                                   lane.template valid<N>(i) > 0);
+    }
+  };
+  if constexpr (Tile::kFew) {
+    load_parameters();
+  }
+  const A inverse_cols = reciprocal(static_cast<A>(width));
+  const int part = place.warp / Tile::kSpread;
+  const A count = static_cast<A>(max(min(width - part * Tile::kPartCols, Tile::kPartCols), 0));
+  SpreadSum<Tile, A> spread{part, place.lane};
+  Moments<A> moments =
+      moments_of_lanes<Norm, kWhole, Tile::kLanes>(lane, row, count, A(1), false, spread);
+  __shared__ WarpMoments<A> parts[kMaxRowWarps];
+  const CtaExchange<A> exchange{parts};
+  const int parts_of_row = place.warps / Tile::kSpread;
+  if (!Tile::kOneWarp && parts_of_row > 1) {
+    if (place.warp % Tile::kSpread == 0) {
+      exchange.put(part, {count, moments});
+    }
+    exchange.barrier();
+    moments = merge_parts<Norm::kCentered, kMaxRowWarps>(parts, parts_of_row, inverse_cols);
+  }
+  // The same decision in every thread of a row; rows that share a warp go together.
+  if (!__all_sync(kAllLanes, trusted(moments, static_cast<A>(width)))) {
+    finish_untrusted<Op, Tile>(args, width, moments, parts);
+    return;
+  }
+  const bool saves = place.live && place.lane == 0 && place.warp == 0;
+  const Normalizer<A> normalizer =
+      normalizer_of<Norm>(args, moments, A(1), inverse_cols, place.row, saves);
+  if constexpr (!Tile::kFew) {
+    load_parameters();
+  }
+  write_row<Op, Tile>(args, place.row, lane, parameters, row, normalizer);
+}
+
+}  // namespace fused_op::cuda

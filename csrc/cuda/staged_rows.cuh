@@ -1,0 +1,309 @@
+// How backward_kernel reads rows ahead of the one it works on: cp.async into shared memory. With
+// Vectors each lane reads back only what it copied, and no barrier is needed; with Words a warp's
+// part of a row is copied as aligned blocks of 16 bytes, and lanes read back words of each other's.
+// Device code; torch-free.
+#pragma once
+
+#include <type_traits>
+
+#include "core/norm_args.h"
+#include "core/source.h"
+#include "cuda/access.cuh"
+#include "cuda/backward_tile.h"
+#include "cuda/memory.cuh"
+#include "cuda/row_sum.cuh"
+
+namespace fused_op::cuda {
+
+// One stream's row of a group of lanes in shared memory.
+//
+//   kLaneBytes      from a lane's part to the next lane's
+//   kLaneDistance   in global memory, from where a lane copies to where the next one does
+//   copy()          starts the copies of a lane
+//   load()          pack i, from the lane's part; `shift` is the row's against blocks of 16 bytes
+template <typename Access, typename Tile, typename T>
+struct StagedStream {  // of words
+  static constexpr int N = Tile::kPack;
+  static constexpr int kBytes =
+      staged_bytes(true, N, Tile::kLanes, Tile::kVectors, static_cast<int>(sizeof(T)));
+  static constexpr int kLaneBytes = N * static_cast<int>(sizeof(T));
+  static constexpr int kLaneDistance = kVectorBytes;
+
+  // `to` is the lane's part, `from` its first block but for the shift.
+  template <typename Lane>
+  __device__ __forceinline__ static void copy(const Lane& lane, int lane_of_row, std::uint32_t to,
+                                              std::uintptr_t from) {
+    constexpr int kStride = Tile::kLanes * kVectorBytes;
+    constexpr int kSpan = Tile::kWarpCols * static_cast<int>(sizeof(T));
+    const int shift = static_cast<int>(from % kVectorBytes);
+    const int left = lane.width - (lane.first - lane_of_row * N);
+    const int end = min(left, Tile::kWarpCols) * static_cast<int>(sizeof(T)) + shift;
+    const int first = lane_of_row * kVectorBytes;
+    to += lane_of_row * (kVectorBytes - kLaneBytes);
+#pragma unroll
+    for (int i = 0; i * kStride < kSpan + kVectorBytes; ++i) {
+      constexpr int kSureBytes = Lane::kSure * Tile::kStep * static_cast<int>(sizeof(T));
+      if ((i + 1) * kStride <= kSureBytes || first + i * kStride < end) {
+        copy_async(to + i * kStride, from - shift + i * kStride);
+      }
+    }
+  }
+
+  __device__ __forceinline__ static Pack<T, N> load(std::uint32_t at, int i, int shift) {
+    Pack<T, N> pack;
+    at += i * Tile::kStep * static_cast<int>(sizeof(T));
+    if constexpr (sizeof(T) == 8) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        load_shared_bytes<8>(at + shift + j * 8, pack.words + 2 * j);
+      }
+    } else if constexpr (sizeof(T) == 2 && N == 1) {
+      load_shared_bytes<2>(at + shift, pack.words);
+    } else {
+      constexpr bool kHalves = sizeof(T) == 2 && Access::kHalves;
+      constexpr int kWords = N * static_cast<int>(sizeof(T)) / 4;
+      std::uint32_t words[kWords + 1];
+#pragma unroll
+      for (int k = 0; k < kWords + (kHalves ? 1 : 0); ++k) {
+        load_shared_bytes<4>(at + (kHalves ? shift & ~3 : shift) + 4 * k, words + k);
+      }
+      // Without a branch, which would keep the loads of a row apart.
+      [[maybe_unused]] const std::uint32_t bytes = shift % 4 != 0 ? 0x5432 : 0x3210;
+#pragma unroll
+      for (int k = 0; k < kWords; ++k) {
+        pack.words[k] = kHalves ? __byte_perm(words[k], words[k + 1], bytes) : words[k];
+      }
+    }
+    return pack;
+  }
+};
+
+template <typename Tile, typename T>
+struct StagedStream<Vectors, Tile, T> {
+  static constexpr int N = Tile::kPack;
+  static constexpr int kPackBytes = N * static_cast<int>(sizeof(T));
+  static constexpr int kPiece = kPackBytes < kVectorBytes ? kPackBytes : kVectorBytes;
+  static constexpr int kPieces = kPackBytes / kPiece;
+  static constexpr int kBytes =
+      staged_bytes(false, N, Tile::kLanes, Tile::kVectors, static_cast<int>(sizeof(T)));
+  static constexpr int kLaneBytes = kPiece;
+  static constexpr int kLaneDistance = kPackBytes;
+
+  template <typename Lane>
+  __device__ __forceinline__ static void copy(const Lane& lane, int, std::uint32_t to,
+                                              std::uintptr_t from) {
+    // Lines: us of words and lines 102.5 101.3 at 1048576x64, 53.1 52.5 at 8192x4096, but with
+    // three vectors 200 206 at 174762x768 (bf16, H200).
+    using Fetch = std::conditional_t<Tile::kVectors <= 2, FetchLine, FetchWords>;
+#pragma unroll
+    for (int i = 0; i < Tile::kVectors; ++i) {
+      if (lane.template valid<N>(i) > 0) {
+#pragma unroll
+        for (int k = 0; k < kPieces; ++k) {
+          const std::uint32_t there = to + (i * kPieces + k) * Tile::kLanes * kPiece;
+          const std::uintptr_t here = from + i * Tile::kLanes * kPackBytes + k * kPiece;
+          if constexpr (kPiece == kVectorBytes) {
+            copy_async<Fetch>(there, here);
+          } else {
+            copy_bytes_async<kPiece>(there, here);
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ static Pack<T, N> load(std::uint32_t at, int i, int) {
+    Pack<T, N> pack;
+#pragma unroll
+    for (int k = 0; k < kPieces; ++k) {
+      load_shared_bytes<kPiece>(at + (i * kPieces + k) * Tile::kLanes * kPiece,
+                                pack.words + k * (kPiece / 4));
+    }
+    return pack;
+  }
+};
+
+// The rows of x, dy and the gradient of the sum on their way through shared memory: of kStages rows
+// one is at hand and the others are being copied.
+template <typename Op, typename Tile>
+class StagedRows {
+  using Access = typename Op::Access;
+  static constexpr int N = Tile::kPack;
+  static constexpr int kStreams = Op::Source::kReadsSum ? 3 : 2;
+
+  template <int kStream>
+  using Element = std::conditional_t<
+      kStream == 0, typename Op::X,
+      std::conditional_t<kStream == 1, typename Op::GradOutput, typename Op::Source::GradSum>>;
+  template <int kStream>
+  using Stream = StagedStream<Access, Tile, Element<kStream>>;
+  template <int kStream>
+  static constexpr int kOffset = kStream == 0   ? 0
+                                 : kStream == 1 ? Stream<0>::kBytes
+                                                : Stream<0>::kBytes + Stream<1>::kBytes;
+
+ public:
+  static constexpr int kStageBytes = kOffset<2> + (kStreams == 3 ? Stream<2>::kBytes : 0);
+  static constexpr int kGroupBytes = Tile::kStages * kStageBytes;
+  // Packs that are sure to be in the row mix, branches keep the others apart: of 32 elements a
+  // lane, registers do not suffice for several packs at once.
+  static constexpr int kSure =
+      Access::kWhole && Tile::kPack * Tile::kVectors > 24 ? 0 : Tile::kSure;
+  using RowLane = Lane<Tile::kLanes, Tile::kStep, kSure, false>;
+
+  // `at`: kGroupBytes of shared memory, of this lane's group.
+  __device__ __forceinline__ StagedRows(const NormBackwardArgs& args, const BackwardSteps& steps,
+                                        std::uint32_t at, std::int64_t first_row,
+                                        const RowLane& lane, int lane_of_row)
+      : args_(args),
+        steps_(steps),
+        lane_(lane),
+        lane_of_row_(lane_of_row),
+        begin_(at + lane_of_row * Stream<0>::kLaneBytes),
+        here_(begin_) {
+    place(first_row);
+    copy(first_row, begin_);
+    if constexpr (Tile::kStages == 3) {
+      copy(first_row + steps.rows, begin_ + kStageBytes);
+    }
+  }
+
+  // Starts to copy the row that comes kStages - 1 after this one, and waits for this one.
+  __device__ __forceinline__ void advance_to(std::int64_t row) {
+    if constexpr (!Access::kWhole) {
+      __syncwarp();  // the neighbours have read what is overwritten now
+    }
+    constexpr std::uint32_t kLast = (Tile::kStages - 1) * kStageBytes;
+    copy(row + steps_.ahead, here_ == begin_ ? here_ + kLast : here_ - kStageBytes);
+    await_copies<Tile::kStages - 1>();
+    if constexpr (!Access::kWhole) {
+      __syncwarp();  // their copies have arrived too
+    }
+  }
+  __device__ __forceinline__ void release() {
+    here_ = here_ == begin_ + (Tile::kStages - 1) * kStageBytes ? begin_ : here_ + kStageBytes;
+  }
+
+  // Pack i of the row at hand, in x (0), dy (1) or the gradient of the sum (2).
+  template <int kStream>
+  __device__ __forceinline__ Pack<Element<kStream>, N> load(int i) const {
+    const auto at_hand =
+        static_cast<std::uint32_t>(ahead_[kStream] - Tile::kStages * steps_.bytes[kStream]);
+    return Stream<kStream>::load(part_of<kStream>(here_), i,
+                                 static_cast<int>(at_hand % kVectorBytes));
+  }
+
+ private:
+  template <int kStream>
+  __device__ __forceinline__ std::uint32_t part_of(std::uint32_t stage) const {
+    return stage + kOffset<kStream> +
+           lane_of_row_ * (Stream<kStream>::kLaneBytes - Stream<0>::kLaneBytes);
+  }
+
+  template <int kStream>
+  __device__ __forceinline__ void place(const ConstRows& rows, std::int64_t row) {
+    const auto* const first = first_of<Element<kStream>, Op::Source::kAtTwoStrides>(rows, row) +
+                              lane_.first - lane_of_row_ * N;
+    ahead_[kStream] =
+        reinterpret_cast<std::uintptr_t>(first) + lane_of_row_ * Stream<kStream>::kLaneDistance;
+  }
+  __device__ __forceinline__ void place(std::int64_t row) {
+    place<0>(args_.x, row);
+    place<1>(args_.grad_output, row);
+    if constexpr (kStreams == 3) {
+      place<2>(args_.grad_sum, row);
+    }
+  }
+
+  template <int kStream>
+  __device__ __forceinline__ void copy_stream(std::uint32_t to) const {
+    Stream<kStream>::copy(lane_, lane_of_row_, part_of<kStream>(to), ahead_[kStream]);
+  }
+  __device__ __forceinline__ void copy(std::int64_t row, std::uint32_t to) {
+    if (row < args_.rows) {
+      copy_stream<0>(to);
+      copy_stream<1>(to);
+      if constexpr (kStreams == 3) {
+        if (Op::Source::sum_arrives(args_)) {
+          copy_stream<2>(to);
+        }
+      }
+    }
+    if constexpr (Op::Source::kAtTwoStrides) {
+      place(row + steps_.rows);
+    } else {
+#pragma unroll
+      for (int s = 0; s < kStreams; ++s) {
+        ahead_[s] += steps_.bytes[s];
+      }
+    }
+    end_copy_group();  // an empty one too: the count of groups is the count of rows
+  }
+
+  const NormBackwardArgs& args_;
+  const BackwardSteps& steps_;
+  RowLane lane_;
+  int lane_of_row_;
+  std::uint32_t begin_;             // this lane's part of the first stage
+  std::uint32_t here_;              // of the row at hand
+  std::uintptr_t ahead_[kStreams];  // where this lane copies the next row from
+};
+
+// The parameters of a lane's packs: in registers, or in shared memory of the lane's own. There
+// they lie 16 bytes by 16 bytes, the lanes' side by side.
+template <typename Parameters, typename Tile>
+class LaneParameters {
+  static constexpr int kWords = static_cast<int>(sizeof(Parameters)) / 4;  // of a pack
+  static constexpr int kStride = Tile::kLanes * kVectorBytes;
+
+ public:
+  static constexpr int kGroupBytes =
+      Tile::kParametersStay ? 0 : parameter_bytes(Tile::kLanes, Tile::kVectors, 4 * kWords);
+
+  __device__ __forceinline__ LaneParameters(std::uint32_t at, int lane_of_row)
+      : part_(at + lane_of_row * kVectorBytes) {}
+
+  // Packs come in order, 0 first.
+  __device__ __forceinline__ void put(int i, const Parameters& parameters) {
+    if constexpr (Tile::kParametersStay) {
+      kept_[i] = parameters;
+    } else {
+      std::uint32_t words[kWords];
+      memcpy(words, &parameters, sizeof(words));
+#pragma unroll
+      for (int k = 0; k < kWords; ++k) {
+        const int word = i * kWords + k;
+        block_[word % 4] = words[k];
+        if (word % 4 == 3 || word == Tile::kVectors * kWords - 1) {
+          store_shared(part_ + word / 4 * kStride, block_);
+        }
+      }
+    }
+  }
+  // Packs come in order, 0 first; some may be left out from one of a whole block on.
+  __device__ __forceinline__ Parameters get(int i) {
+    if constexpr (Tile::kParametersStay) {
+      return kept_[i];
+    } else {
+      std::uint32_t words[kWords];
+#pragma unroll
+      for (int k = 0; k < kWords; ++k) {
+        const int word = i * kWords + k;
+        if (word % 4 == 0) {
+          load_shared(part_ + word / 4 * kStride, block_);
+        }
+        words[k] = block_[word % 4];
+      }
+      Parameters parameters;
+      memcpy(&parameters, words, sizeof(words));
+      return parameters;
+    }
+  }
+
+ private:
+  std::uint32_t part_;
+  std::uint32_t block_[4];  // words on their way
+  Parameters kept_[Tile::kParametersStay ? Tile::kVectors : 1];
+};
+
+}  // namespace fused_op::cuda

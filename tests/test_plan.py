@@ -1,0 +1,27 @@
+"""The plan of a call: how its rows lie over threads, for every width, type and device there is.
+
+Plans are made on the host, so that no GPU is needed. What this catches: a row that is not covered,
+a warp without a part of it, a launch beyond a limit, a vector that a row does not hold, and a lane
+of an element that depends on how many rows there are: a row would have other bits beside others.
+"""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+COMPILER = shutil.which("g++") or shutil.which("c++")
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_every_plan_is_valid(tmp_path):
+    program = tmp_path / "plans"
+    sources = [str(ROOT / "tests" / "plans.cpp"), str(ROOT / "csrc" / "cuda" / "plan.cpp")]
+    flags = ["-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
+    subprocess.run([COMPILER, *flags, *sources, "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    walked = int(done.stdout.split()[0])
+    assert walked > 50_000_000

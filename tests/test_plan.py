@@ -5,6 +5,7 @@ a warp without a part of it, a launch beyond a limit, a vector that a row does n
 of an element that depends on how many rows there are: a row would have other bits beside others.
 """
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,10 +19,11 @@ COMPILER = shutil.which("g++") or shutil.which("c++")
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_every_plan_is_valid(tmp_path):
     program = tmp_path / "plans"
-    sources = [str(ROOT / "tests" / "plans.cpp"), str(ROOT / "csrc" / "cuda" / "plan.cpp")]
+    planner = [str(ROOT / "csrc" / "cuda" / name) for name in ("plan.cpp", "plan_backward.cpp")]
+    sources = [str(ROOT / "tests" / "plans.cpp"), *planner]
     flags = ["-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
     subprocess.run([COMPILER, *flags, *sources, "-o", str(program)], check=True)
     done = subprocess.run([str(program)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    walked = int(done.stdout.split()[0])
-    assert walked > 50_000_000
+    forward, backward = map(int, re.findall(r"(\d+) (?:plans )?of", done.stdout))
+    assert forward > 50_000_000 and backward > 200_000_000

@@ -180,7 +180,7 @@ BackwardPlan plan_backward(const BackwardSpec& spec, std::int64_t rows, std::int
   plan.width = static_cast<int>(cols);
   plan.row_threads = grid.lanes * grid.warps;
   const int own = grid.units * unit;  // elements of a lane
-  const bool light = grid.units == 1 && !is_double(spec);
+  const bool light = grid.units == 1 && plan.row_threads <= 256 && !is_double(spec);
   plan.most_threads = light ? 256 : kMostThreads;
   plan.ctas_per_sm = !light                                                        ? 1
                      : plan.move == Move::kVectors && !spec.adds && !spec.recovers ? 3

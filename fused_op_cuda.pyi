@@ -94,7 +94,27 @@ def _compile(
 def _find_kernel(
     header: str, name: str, arch: int, headers: dict[str, str] = ..., patience_s: float = ...
 ) -> tuple[str, bytes, str]: ...  # symbol, code, "package", "cache" or "compiled"
-def _write_package(header: str, name: str, arch: int, headers: dict[str, str] = ...) -> None: ...
+def _write_package(
+    header: str, name: str, arch: int, headers: dict[str, str] = ..., folder: str = ...
+) -> None: ...  # of the package, if ""
+def _plan(
+    *,
+    backward: bool,
+    centred: bool,
+    rows: int,
+    cols: int,
+    input: str,  # dtypes are "f16", "bf16", "f32" and "f64"
+    residual: str,  # "" without one
+    parameters: str,
+    output: str,
+    dropout: bool,
+    memory_efficient: bool,
+    aligned: bool,
+    multiprocessors: int,
+    shared_bytes: int,
+) -> tuple[
+    dict[str, int], list[tuple[str, str]]
+]: ...  # the plan, and (header, name) of kernels; both empty for what is compiled with the extension
 def _kernel_key(header: str, name: str, arch: int, headers: dict[str, str] = ...) -> str: ...
 def _kernel_sources() -> dict[str, str]: ...
 def _cache_info() -> _CacheInfo: ...

@@ -9,6 +9,7 @@
 #include <utility>
 
 #ifdef FUSED_OP_WITH_CUDA
+#include "cuda/call_plan.h"
 #include "cuda/compile.h"
 #include "cuda/kernel_files.h"
 #elif !defined(FUSED_OP_NO_CUDA_REASON)
@@ -69,10 +70,55 @@ py::tuple find_kernel(const std::string& header, const std::string& name, int ar
 }
 
 void write_package(const std::string& header, const std::string& name, int arch,
-                   const Headers& headers) {
+                   const Headers& headers, const std::string& folder) {
   const cuda::KernelSource source = source_of(header, name, headers);
   const py::gil_scoped_release released;
-  cuda::write_package(source, arch, cuda::compile(source, arch));
+  cuda::write_package(source, arch, cuda::compile(source, arch),
+                      folder.empty() ? cuda::package_folder() : folder);
+}
+
+DType dtype_of(const std::string& name) {
+  const std::map<std::string, DType> dtypes = {{"f16", DType::kFloat16},
+                                               {"bf16", DType::kBFloat16},
+                                               {"f32", DType::kFloat32},
+                                               {"f64", DType::kFloat64}};
+  return dtypes.at(name);
+}
+
+// `residual`: empty without one.
+py::tuple plan(bool backward, bool centred, std::int64_t rows, std::int64_t cols,
+               const std::string& input, const std::string& residual, const std::string& parameters,
+               const std::string& output, bool dropout, bool memory_efficient, bool aligned,
+               int multiprocessors, int shared_bytes) {
+  if (rows < 1 || cols < 1 || multiprocessors < 1) {
+    throw std::invalid_argument("there is a plan for one row, column and multiprocessor, or more");
+  }
+  cuda::CallShape call;
+  call.norm = centred ? NormKind::kLayerNorm : NormKind::kRmsNorm;
+  call.backward = backward;
+  call.rows = rows;
+  call.cols = cols;
+  call.input = dtype_of(input);
+  call.adds = !residual.empty();
+  call.residual = call.sum = dtype_of(call.adds ? residual : input);
+  call.parameters = dtype_of(parameters);
+  call.output = dtype_of(output);
+  call.dropout = dropout;
+  call.memory_efficient = memory_efficient;
+  call.aligned = aligned;
+  cuda::DeviceInfo device{};
+  device.multiprocessors = multiprocessors;
+  device.shared_bytes = shared_bytes;
+  const cuda::CallPlan found = cuda::plan_call(call, device);
+  py::dict integers;
+  for (const auto& [name, value] : found.integers) {
+    integers[py::str(name)] = value;
+  }
+  py::list kernels;
+  for (const cuda::KernelSource& kernel : found.kernels) {
+    kernels.append(py::make_tuple(kernel.header, kernel.name));
+  }
+  return py::make_tuple(integers, kernels);
 }
 
 std::string kernel_key(const std::string& header, const std::string& name, int arch,
@@ -107,7 +153,14 @@ py::tuple compile(const std::string&, const std::string&, int, const Headers&) {
 py::tuple find_kernel(const std::string&, const std::string&, int, const Headers&, double) {
   fail();
 }
-void write_package(const std::string&, const std::string&, int, const Headers&) { fail(); }
+void write_package(const std::string&, const std::string&, int, const Headers&,
+                   const std::string&) {
+  fail();
+}
+py::tuple plan(bool, bool, std::int64_t, std::int64_t, const std::string&, const std::string&,
+               const std::string&, const std::string&, bool, bool, bool, int, int) {
+  fail();
+}
 std::string kernel_key(const std::string&, const std::string&, int, const Headers&) { fail(); }
 Headers kernel_sources() { fail(); }
 py::dict cache_info() { fail(); }
@@ -126,8 +179,11 @@ void bind_kernel_tools(py::module_& m) {
   };
   def("_compile", &compile);
   def("_find_kernel", &find_kernel, py::arg("patience_s") = 10.0);
-  def("_write_package", &write_package);
+  def("_write_package", &write_package, py::arg("folder") = "");
   def("_kernel_key", &kernel_key);
+  m.def("_plan", &plan, py::kw_only(), "backward"_a, "centred"_a, "rows"_a, "cols"_a, "input"_a,
+        "residual"_a, "parameters"_a, "output"_a, "dropout"_a, "memory_efficient"_a, "aligned"_a,
+        "multiprocessors"_a, "shared_bytes"_a);
   m.def("_kernel_sources", &kernel_sources);
   m.def("_cache_info", &cache_info);
   m.def("_clear_cache", &clear_cache);

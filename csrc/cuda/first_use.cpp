@@ -119,25 +119,9 @@ void launch(const Kernel& kernel, dim3 grid, dim3 block, std::int64_t shared_byt
   cudaLaunchKernelExC(&config, kernel.function(), pointers);
 }
 
-// The tables of backward take what has no option; see plan_of.
-bool is_core(const NormBackwardArgs& args, const BackwardSpec& spec) {
-  return !is_flexible(args) || is_vector_dropout(args) || spec.split;
-}
-
-// `lanes` is 0 where the call is not one of these.
-BackwardPlan plan_of(const NormBackwardArgs& args, const BackwardSpec& spec,
-                     const DeviceInfo& device) {
-  if (is_core(args, spec)) {
-    return {};
-  }
-  const bool wants_sums = args.grad_weight != nullptr || args.grad_bias != nullptr;
-  return plan_backward(spec, args.rows, args.cols, most_aligned(args, spec), wants_sums,
-                       args.add_grads, device);
-}
-
 const Kernel* find(const BackwardSpec& spec, const BackwardPlan& plan, const DeviceInfo& device) {
   const Kernel* const kernel = find_kernel(key_of(spec, plan), device, [&] {
-    return KernelSource{.header = "cuda/backward_rows.cuh", .name = kernel_name(spec, plan)};
+    return KernelSource{.header = kBackwardHeader, .name = kernel_name(spec, plan)};
   });
   const bool has_room =
       kernel != nullptr && kernel->allow_shared(static_cast<int>(plan.shared_bytes), device);
@@ -145,7 +129,7 @@ const Kernel* find(const BackwardSpec& spec, const BackwardPlan& plan, const Dev
 }
 const Kernel* find_partials(const BackwardSpec& spec, const DeviceInfo& device) {
   return find_kernel(partials_key(spec), device, [&] {
-    return KernelSource{.header = "cuda/add_partials.cuh", .name = partials_kernel_name(spec)};
+    return KernelSource{.header = kPartialsHeader, .name = partials_kernel_name(spec)};
   });
 }
 
@@ -191,13 +175,13 @@ void launch_partials(const Kernel& kernel, const NormBackwardArgs& args, const B
 
 bool launch_first_use(const NormForwardArgs& args, const DeviceInfo& device, cudaStream_t stream) {
   const ForwardSpec spec = spec_of(args);
-  if (args.cols > most_forward_cols(spec) || is_core(spec, args.cols)) {
+  if (!has_plan(spec, args.cols)) {
     return false;
   }
   const ForwardPlan plan =
       plan_forward(spec, args.rows, args.cols, rows_aligned(args, spec), device);
   const Kernel* const kernel = find_kernel(key_of(spec, plan), device, [&] {
-    return KernelSource{.header = "cuda/forward_rows.cuh", .name = kernel_name(spec, plan)};
+    return KernelSource{.header = kForwardHeader, .name = kernel_name(spec, plan)};
   });
   if (kernel == nullptr) {
     return false;
@@ -209,12 +193,12 @@ bool launch_first_use(const NormForwardArgs& args, const DeviceInfo& device, cud
 
 std::size_t first_use_workspace(const NormBackwardArgs& args, const DeviceInfo& device) {
   const BackwardSpec spec = spec_of(args);
-  return static_cast<std::size_t>(plan_of(args, spec, device).partials_bytes);
+  return static_cast<std::size_t>(plan_backward(args, spec, device).partials_bytes);
 }
 
 bool launch_first_use(const NormBackwardArgs& args, const DeviceInfo& device, cudaStream_t stream) {
   const BackwardSpec spec = spec_of(args);
-  const BackwardPlan plan = plan_of(args, spec, device);
+  const BackwardPlan plan = plan_backward(args, spec, device);
   if (plan.lanes == 0) {
     return false;
   }

@@ -173,10 +173,11 @@ std::optional<Image> read_package(const KernelSource& source, int arch) {
   return std::nullopt;
 }
 
-void write_package(const KernelSource& source, int arch, const Image& image) {
-  const KernelFolder folder(package_folder(), Access::kInstalled, /*create=*/true);
+void write_package(const KernelSource& source, int arch, const Image& image,
+                   const std::string& folder) {
+  const KernelFolder package(as_folder(folder), Access::kInstalled, /*create=*/true);
   const std::string key = kernel_key(source, arch, "");
-  folder.write(file_name(key), encode(key, image));
+  package.write(file_name(key), encode(key, image));
 }
 
 FoundImage read_cache_or_compile(const KernelSource& source, int arch,

@@ -38,8 +38,10 @@ std::string kernel_key(const KernelSource& source, int arch, const std::string& 
 
 // A cubin runs on later GPUs of its major version: one for 8.0 is found on 8.6.
 std::optional<Image> read_package(const KernelSource& source, int arch);
-// Throws std::runtime_error if the folder cannot be written to.
-void write_package(const KernelSource& source, int arch, const Image& image);
+// `folder` is package_folder(), or one that will be moved there. Throws std::runtime_error if it
+// cannot be written to.
+void write_package(const KernelSource& source, int arch, const Image& image,
+                   const std::string& folder);
 
 // How long a process waits for another one that compiles the same kernel, which takes half a
 // second.

@@ -179,6 +179,10 @@ std::int64_t most_forward_cols(const ForwardSpec& spec) {
   return std::int64_t{kMaxWarps} * kWarpSize * 4 * kVectorBytes / size_of(spec.row);
 }
 
+bool has_plan(const ForwardSpec& spec, std::int64_t cols) {
+  return cols <= most_forward_cols(spec) && !is_core(spec, cols);
+}
+
 ForwardPlan plan_forward(const ForwardSpec& spec, std::int64_t rows, std::int64_t cols,
                          bool aligned, const DeviceInfo& device) {
   const Deal deal = deal_of(spec);

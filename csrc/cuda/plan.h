@@ -14,6 +14,11 @@
 
 namespace fused_op::cuda {
 
+// What the kernels of a plan are compiled from.
+constexpr const char* kForwardHeader = "cuda/forward_rows.cuh";
+constexpr const char* kBackwardHeader = "cuda/backward_rows.cuh";
+constexpr const char* kPartialsHeader = "cuda/add_partials.cuh";
+
 // What a forward call computes, as types.
 struct ForwardSpec {
   NormKind norm;
@@ -49,6 +54,9 @@ bool is_core(const ForwardSpec& spec, std::int64_t cols);
 
 // Columns up to which a row fits into the registers of a CTA.
 std::int64_t most_forward_cols(const ForwardSpec& spec);
+
+// Whether a call's kernel is compiled at first use.
+bool has_plan(const ForwardSpec& spec, std::int64_t cols);
 
 // `aligned`: every row begins where vectors of its type may.
 ForwardPlan plan_forward(const ForwardSpec& spec, std::int64_t rows, std::int64_t cols,
@@ -106,6 +114,10 @@ BackwardPlan plan_backward(const BackwardSpec& spec, std::int64_t rows, std::int
                            Move most_aligned, bool wants_sums, bool adds_sums,
                            const DeviceInfo& device);
 Move most_aligned(const NormBackwardArgs& args, const BackwardSpec& spec);
+
+// The same of a whole call; `lanes` is 0 also where its kernel was compiled with the extension.
+BackwardPlan plan_backward(const NormBackwardArgs& args, const BackwardSpec& spec,
+                           const DeviceInfo& device);
 
 std::string kernel_name(const BackwardSpec& spec, const BackwardPlan& plan);
 // Of the kernel that adds the partial sums.

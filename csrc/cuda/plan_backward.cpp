@@ -204,6 +204,17 @@ BackwardPlan plan_backward(const BackwardSpec& spec, std::int64_t rows, std::int
   return plan;
 }
 
+BackwardPlan plan_backward(const NormBackwardArgs& args, const BackwardSpec& spec,
+                           const DeviceInfo& device) {
+  // The tables of backward take what has no option; see spec_of.
+  if (!is_flexible(args) || is_vector_dropout(args) || spec.split) {
+    return {};
+  }
+  const bool wants_sums = args.grad_weight != nullptr || args.grad_bias != nullptr;
+  return plan_backward(spec, args.rows, args.cols, most_aligned(args, spec), wants_sums,
+                       args.add_grads, device);
+}
+
 std::string kernel_name(const BackwardSpec& spec, const BackwardPlan& plan) {
   const std::string source =
       spec.adds ? "fused_op::AddResidual" + joined({type(spec.input), type(spec.residual),

@@ -1,0 +1,95 @@
+"""A sample of the kernels that are compiled at first use: none of them spills registers.
+
+The build fails on a spill of the kernels in its tables; nobody sees those that are compiled on a
+user's machine. Catches a plan that gives a lane more than its registers hold, for a width, a
+combination of dtypes or an option that no other test compiles. No GPU is needed.
+"""
+
+import random
+import re
+
+import pytest
+
+import fused_op_cuda
+from tests.toy_kernel import needs_nvrtc
+
+ARCH, SHARED_BYTES, MULTIPROCESSORS = 90, 227 << 10, 132
+EACH = 40  # calls, forward and backward
+
+
+def random_call(g: random.Random, backward: bool) -> dict:
+    """Arguments of `_plan`, of any width and combination that the ops take."""
+    rows = g.choice(["f16", "bf16", "bf16", "f32", "f32", "f64"])
+    others = {"f64": ["f64"], "f32": ["f32", "f16", "bf16"]}.get(rows, [rows, "f32"])
+    residual = g.choice(["", "", *others[:1], "f64" if rows == "f64" else "f32"])
+    dropout = g.random() < 0.3
+    step = g.choice([1, 2, 8, 8, 16])
+    return {
+        "backward": backward,
+        "centred": g.random() < 0.5,
+        "rows": g.choice([1, 300, 100_000]),
+        "cols": max(round(2 ** g.uniform(3, 14)) // step * step, step),
+        "input": rows,
+        "residual": residual,
+        "parameters": g.choice([rows, "f64" if rows == "f64" else "f32"]),
+        "output": g.choice(others),
+        "dropout": dropout,
+        "memory_efficient": backward and not residual and not dropout and g.random() < 0.3,
+        "aligned": g.random() < 0.7,
+        "multiprocessors": MULTIPROCESSORS,
+        "shared_bytes": SHARED_BYTES,
+    }
+
+
+def sample(backward: bool) -> list[tuple[dict, dict, str, str]]:
+    """(call, plan, header, name) of kernels that differ."""
+    g = random.Random(1 + backward)
+    found = {}
+    while len(found) < EACH:
+        call = random_call(g, backward)
+        plan, kernels = fused_op_cuda._plan(**call)
+        for header, name in kernels[:1]:
+            found.setdefault(name, (call, plan, header, name))
+    return list(found.values())
+
+
+def allowance(call: dict, plan: dict) -> int:
+    """Bytes that a thread may spill, by rule; none in most kernels.
+
+    Forward gives an SM as many threads as registers nearly suffice for, where a lane has most
+    elements. In backward, the sums of the parameters' gradients stay in registers, and Philox takes
+    what is left. Rows by words are the worst, as it is called for every element or two.
+    """
+    elements = plan["pack"] * plan["vectors"] * (2 if call["input"] == "f64" else 1)
+    if not call["backward"]:
+        heavy = elements >= 24 or (call["dropout"] and elements >= 16)
+        return 48 if heavy and not plan["few"] else 0
+    mixed = len({call["input"], call["residual"] or call["input"], call["output"]}) > 1
+    if call["dropout"]:
+        some = (mixed and call["centred"]) or call["input"] == "f64"
+        return 1536 if elements >= 24 else 384 if elements >= 16 else 96 if some else 0
+    return 64 if mixed and call["residual"] and elements >= 16 else 0
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_sample_is_one(backward):
+    """Catches a generator that misses an option, and exceptions that are most of the sample."""
+    calls = [(call, plan) for call, plan, _, _ in sample(backward)]
+    for name in ("centred", "dropout", "aligned"):
+        assert {call[name] for call, _ in calls} == {False, True}
+    assert {call["input"] for call, _ in calls} == {"f16", "bf16", "f32", "f64"}
+    assert sum(bool(call["residual"]) for call, _ in calls) in range(EACH // 5, EACH)
+    assert sum(allowance(*call) > 0 for call in calls) < EACH / 2
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_no_kernel_spills(backward):
+    spilling = 0
+    for call, plan, header, name in sample(backward):
+        _, _, log = fused_op_cuda._compile(header, name, ARCH)
+        spilt = max(int(count) for count in re.findall(r"(\d+) bytes spill", log))
+        spilling += spilt > 0
+        assert spilt <= allowance(call, plan), f"{name}\n{call}"
+    assert spilling <= EACH / 10  # 3 in 100 of a larger sample

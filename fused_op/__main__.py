@@ -1,7 +1,8 @@
 """``python -m fused_op``: what was built, which devices it is for, and whether it computes right.
 
 The exit status is 1 if a check fails. A device that this build has no code for is not checked.
-``python -m fused_op cache`` is about the kernels that were compiled at their first use.
+``python -m fused_op cache``, ``plan`` and ``compile`` are about the kernels that are compiled at
+their first use.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 import fused_op
 
 from ._kernel_cache import cache
+from ._kernel_plan import add_commands, compile_kernels, print_plan
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 PAIRS = [(F32, F32), (F16, F16), (F16, F32), (BF16, BF16), (BF16, F32), (F64, F64)]
@@ -37,8 +39,13 @@ def main(argv: Sequence[str] = ()) -> int:
     commands = parser.add_subparsers(dest="command", title="commands")
     about_cache = commands.add_parser("cache", help="the kernels that were compiled at first use")
     about_cache.add_argument("--clear", action="store_true", help="remove them")
+    add_commands(commands)
     options = parser.parse_args(argv)
-    return cache(options.clear) if options.command == "cache" else report()
+    if options.command == "cache":
+        return cache(options.clear)
+    if options.command == "plan":
+        return print_plan(options)
+    return compile_kernels(options) if options.command == "compile" else report()
 
 
 def report() -> int:

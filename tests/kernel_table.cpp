@@ -141,16 +141,16 @@ void test_out_of_memory_is_tried_again() {
 }
 
 void test_package() {
-  write_package({"toy.cuh", "good"}, 80, {"symbol", "good"});
-  write_package({"toy.cuh", "refused"}, 80, {"symbol", "not for this driver"});
+  write_package({"toy.cuh", "good"}, 80, {"symbol", "good"}, package_folder());
+  write_package({"toy.cuh", "refused"}, 80, {"symbol", "not for this driver"}, package_folder());
   EXPECT(find(1, "good", 0, 86)->origin() == Origin::kPackage && compilations == 0);
   // What the driver does not take is compiled.
   EXPECT(find(2, "refused", 0, 80)->origin() == Origin::kCompiled && compilations == 1);
 }
 
 void test_package_alone() {  // FUSED_OP_JIT=0
-  write_package({"toy.cuh", "good"}, 90, {"symbol", "good"});
-  write_package({"toy.cuh", "refused"}, 90, {"symbol", "not for this driver"});
+  write_package({"toy.cuh", "good"}, 90, {"symbol", "good"}, package_folder());
+  write_package({"toy.cuh", "refused"}, 90, {"symbol", "not for this driver"}, package_folder());
   EXPECT(find(1)->origin() == Origin::kPackage);
   EXPECT(find(2, "refused") == nullptr);
   EXPECT(why_no_kernel() == "cuLibraryLoadData failed: CUDA_ERROR_INVALID_IMAGE");

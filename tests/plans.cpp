@@ -136,12 +136,11 @@ int widest_stream(const BackwardSpec& spec) {
 
 // Whether a row need not fit: it is longer than the kernel has lanes for, or two rows in flight
 // leave no room in the share of a CTA. The grid of lanes and the parameters take a third on top.
-bool may_be_too_long(const BackwardSpec& spec, const BackwardPlan& plan, std::int64_t cols,
-                     const DeviceInfo& device) {
+bool may_be_too_long(const BackwardSpec& spec, std::int64_t cols, const DeviceInfo& device) {
   const std::int64_t most_cols = spec.row == DType::kFloat64 ? 4096 : 16384;
   const int parameters = std::max(size_of(spec.parameters), 4) * (spec.recovers ? 2 : 1);
   const std::int64_t bytes = (2 * staged_column(spec) + parameters) * cols * 4 / 3;
-  return cols > most_cols || bytes > most_dynamic_shared(device) / plan.ctas_per_sm;
+  return cols > most_cols || bytes > most_dynamic_shared(device);
 }
 
 const char* broken_layout(const BackwardSpec& spec, const BackwardPlan& plan, const Call& call,
@@ -203,6 +202,8 @@ void check(const BackwardSpec& spec, std::int64_t cols) {
                                                    gpu(192, 99), gpu(192, 227)};
   BackwardPlan first{};
   for (const DeviceInfo& device : kDevices) {
+    int plans = 0;
+    int calls = 0;
     for (const std::int64_t rows : {1, 7, 33, 512, 4097, 8'000'001}) {
       for (const Move move : {Move::kVectors, Move::kWords, Move::kWholeWords}) {
         // What the two decide does not depend on the row: in turn.
@@ -210,8 +211,10 @@ void check(const BackwardSpec& spec, std::int64_t cols) {
         const BackwardPlan plan =
             plan_backward(spec, rows, cols, move, call.wants_sums, call.adds_sums, device);
         ++walked;
+        ++calls;
+        plans += plan.lanes > 0 ? 1 : 0;
         if (plan.lanes == 0) {
-          if (!may_be_too_long(spec, plan, cols, device)) {
+          if (!may_be_too_long(spec, cols, device)) {
             report("no plan", kernel_name(spec, plan), rows, cols, device);
           }
           continue;
@@ -223,6 +226,9 @@ void check(const BackwardSpec& spec, std::int64_t cols) {
           report(rule, kernel_name(spec, plan), rows, cols, device);
         }
       }
+    }
+    if (plans != 0 && plans != calls) {
+      report("a plan for some rows or addresses alone", kernel_name(spec, first), 0, cols, device);
     }
   }
 }

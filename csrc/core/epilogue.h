@@ -129,8 +129,8 @@ struct Affine {
       to_values(parameters.weight, weight);
       to_values(parameters.bias, bias);
       for (int j = 0; j < N; ++j) {
-        const A smallest = weight[j] < A(0) ? -A(kSmallestWeight) : A(kSmallestWeight);
-        const bool small = -A(kSmallestWeight) < weight[j] && weight[j] < A(kSmallestWeight);
+        const A smallest = copysign(static_cast<A>(kSmallestWeight), weight[j]);
+        const bool small = fabs(weight[j]) < static_cast<A>(kSmallestWeight);
         values[j] = (Norm::kCentered ? values[j] - bias[j] : values[j]) *
                     inverse(small ? smallest : weight[j]);
       }

@@ -93,7 +93,8 @@ inline bool has_one_dtype(const NormForwardArgs& args) {
 inline bool has_one_dtype(const NormBackwardArgs& args) {
   return args.grad_output.dtype == args.dtype &&
          (args.grad_input.data == nullptr || args.grad_input.dtype == args.dtype) &&
-         (args.grad_residual.data == nullptr || args.grad_residual.dtype == args.dtype) &&
+         (args.grad_residual.data == nullptr ||  // else dropout alone tells the two gradients apart
+          (args.grad_residual.dtype == args.dtype && args.dropout.active && args.drops_input)) &&
          is_tuned_pair(args.dtype, args.param_dtype) && !args.x_is_output;
 }
 

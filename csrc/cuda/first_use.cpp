@@ -100,9 +100,9 @@ KernelKey partials_key(const BackwardSpec& spec) {
 
 // kernel<<<grid, block, shared_bytes, stream>>>(arguments...), placed while the kernel before it
 // still runs (sm_90).
-void launch(const Kernel& kernel, dim3 grid, dim3 block, std::int64_t shared_bytes,
-            std::initializer_list<const void*> arguments, const DeviceInfo& device,
-            cudaStream_t stream) {
+cudaError_t launch(const Kernel& kernel, dim3 grid, dim3 block, std::int64_t shared_bytes,
+                   std::initializer_list<const void*> arguments, const DeviceInfo& device,
+                   cudaStream_t stream) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -116,7 +116,7 @@ void launch(const Kernel& kernel, dim3 grid, dim3 block, std::int64_t shared_byt
   void* pointers[8];
   std::transform(arguments.begin(), arguments.end(), pointers,
                  [](const void* argument) { return const_cast<void*>(argument); });
-  cudaLaunchKernelExC(&config, kernel.function(), pointers);
+  return cudaLaunchKernelExC(&config, kernel.function(), pointers);
 }
 
 const Kernel* find(const BackwardSpec& spec, const BackwardPlan& plan, const DeviceInfo& device) {
@@ -216,9 +216,9 @@ bool launch_first_use(const NormBackwardArgs& args, const DeviceInfo& device, cu
   const void* const sums = plan.partials_bytes > 0 ? args.workspace : nullptr;
   const dim3 block(static_cast<unsigned>(plan.row_threads),
                    static_cast<unsigned>(plan.side_by_side));
-  launch(*kernel, dim3(static_cast<unsigned>(plan.ctas)), block, plan.shared_bytes,
-         {&args, &steps, &sums}, device, stream);
-  if (partials != nullptr) {
+  const cudaError_t status = launch(*kernel, dim3(static_cast<unsigned>(plan.ctas)), block,
+                                    plan.shared_bytes, {&args, &steps, &sums}, device, stream);
+  if (partials != nullptr && status == cudaSuccess) {
     launch_partials(*partials, args, spec, plan, device, stream);
   }
   return true;

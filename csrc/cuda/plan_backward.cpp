@@ -98,29 +98,65 @@ std::int64_t group_bytes(const BackwardSpec& spec, const BackwardPlan& plan) {
          (plan.parameters_stay ? 0 : parameter_bytes(plan.lanes, plan.vectors, parameters));
 }
 
-// The rest of a plan whose tile is known.
-void plan_launch(BackwardPlan& plan, const BackwardSpec& spec, std::int64_t rows,
-                 const DeviceInfo& device) {
+// The tile of a row that moves so.
+BackwardPlan tile_of(const BackwardSpec& spec, std::int64_t cols, Move move) {
+  const bool odd = by_words(spec, cols);
+  const bool drops = spec.drops_input || spec.drops_output;
+  const int unit = unit_of(spec);
+  // Philox takes registers, and by words one call for a pack of two elements or one.
+  const Grid grid = best_grid(ceil_div(cols, unit), drops && odd);
+  const int own = grid.units * unit;  // elements of a lane
+  BackwardPlan plan{};
+  plan.pack = pack_of(spec, odd);
+  plan.lanes = grid.lanes;
+  plan.vectors = own / plan.pack;
+  plan.width = static_cast<int>(cols);
+  plan.move = odd && move == Move::kVectors ? Move::kWholeWords : move;
+  plan.row_threads = grid.lanes * grid.warps;
+  const bool light = grid.units == 1 && plan.row_threads <= 256 && !is_double(spec);
+  const bool tight = drops && (spec.adds || plan.pack < 8 || plan.move != Move::kVectors);
+  const bool three = plan.move == Move::kVectors && !spec.adds && !spec.recovers && !tight;
+  plan.most_threads = light ? 256 : kMostThreads;
+  plan.ctas_per_sm = !light ? 1 : three ? 3 : 2;
+  const bool room_for_values = own * (is_double(spec) ? 8 : 4) <= 64;
+  plan.keep = room_for_values && !tight ? kKeepValues : kKeepNothing;
+  const int parameter_size = own * size_of(spec.parameters) * (spec.recovers ? 2 : 1);
+  plan.parameters_stay = parameter_size <= 32 && !(drops && own > 8);
+  plan.stats_ahead = true;
+  return plan;
+}
+
+// Threads of a CTA, for whole rows, as far as shared memory suffices; 0 if for none.
+std::int64_t threads_with_room(const BackwardPlan& plan, const BackwardSpec& spec,
+                               const DeviceInfo& device) {
   const std::int64_t room = most_dynamic_shared(device) / plan.ctas_per_sm;
-  const int unit = std::max(plan.row_threads, kWarpSize);
-  std::int64_t most =
+  const std::int64_t threads =
       std::min<std::int64_t>(plan.most_threads, room / group_bytes(spec, plan) * plan.lanes);
-  most = most / unit * unit;
-  if (most < plan.row_threads) {
-    plan.lanes = 0;
-    return;
+  const int unit = std::max(plan.row_threads, kWarpSize);
+  return threads / unit * unit;
+}
+
+// Rows in flight: three where all threads of the CTAs of an SM have room for them.
+void fit_shared(BackwardPlan& plan, const BackwardSpec& spec, const DeviceInfo& device) {
+  plan.stages = 3;
+  const std::int64_t groups = plan.most_threads / plan.lanes;
+  if (groups * group_bytes(spec, plan) * plan.ctas_per_sm > most_dynamic_shared(device)) {
+    plan.stages = 2;
   }
-  // One CTA where it holds all rows, and needs no partial sums then. Else a CTA for every SM comes
-  // first, and then as many rows side by side as it holds.
-  const std::int64_t rows_of_cta =
-      rows <= most / plan.row_threads ? rows : ceil_div(rows, device.multiprocessors);
-  const std::int64_t units =
-      std::clamp<std::int64_t>(ceil_div(rows_of_cta * plan.row_threads, unit), 1, most / unit);
-  const std::int64_t threads = units * unit;
-  plan.side_by_side = static_cast<int>(threads / plan.row_threads);
-  plan.ctas = std::min<std::int64_t>(std::int64_t{device.multiprocessors} * plan.ctas_per_sm,
-                                     ceil_div(rows, plan.side_by_side));
-  plan.shared_bytes = threads / plan.lanes * group_bytes(spec, plan);
+  if (threads_with_room(plan, spec, device) == 0) {
+    plan.ctas_per_sm = 1;
+  }
+}
+
+// Whether rows of any address have room: which kernel takes a row does not depend on its address,
+// and by words a row needs the most.
+bool has_room(const BackwardSpec& spec, std::int64_t cols, const DeviceInfo& device) {
+  if (cols > std::int64_t{kMostThreads} * 4 * unit_of(spec)) {
+    return false;
+  }
+  BackwardPlan plan = tile_of(spec, cols, Move::kWords);
+  fit_shared(plan, spec, device);
+  return threads_with_room(plan, spec, device) > 0;
 }
 
 }  // namespace
@@ -131,7 +167,7 @@ BackwardSpec spec_of(const NormBackwardArgs& args) {
   const bool drops_input = args.dropout.active && args.drops_input;
   // One gradient of the row's own type, and nothing to add to it: as without a residual.
   const bool plain =
-      !args.has_residual || (one_type && !drops_input && args.grad_sum.data == nullptr);
+      args.grad_sum.data == nullptr && (!args.has_residual || (one_type && !drops_input));
   return {.norm = args.kind,
           .adds = !plain,
           .drops_input = drops_input,
@@ -163,41 +199,25 @@ Move most_aligned(const NormBackwardArgs& args, const BackwardSpec& spec) {
 BackwardPlan plan_backward(const BackwardSpec& spec, std::int64_t rows, std::int64_t cols,
                            Move most_aligned, bool wants_sums, bool adds_sums,
                            const DeviceInfo& device) {
-  const bool odd = by_words(spec, cols);
-  const int unit = unit_of(spec);
-  const std::int64_t units = ceil_div(cols, unit);
-  BackwardPlan plan{};
-  if (units > std::int64_t{kMostThreads} * 4) {
-    return plan;
+  if (!has_room(spec, cols, device)) {
+    return {};
   }
-  const bool drops = spec.drops_input || spec.drops_output;
-  // Philox takes registers, and by words one call for a pack of two elements or one.
-  const Grid grid = best_grid(units, drops && odd);
-  plan.pack = pack_of(spec, odd);
-  plan.lanes = grid.lanes;
-  plan.vectors = grid.units * unit / plan.pack;
-  plan.move = odd && most_aligned == Move::kVectors ? Move::kWholeWords : most_aligned;
-  plan.width = static_cast<int>(cols);
-  plan.row_threads = grid.lanes * grid.warps;
-  const int own = grid.units * unit;  // elements of a lane
-  const bool light = grid.units == 1 && plan.row_threads <= 256 && !is_double(spec);
-  plan.most_threads = light ? 256 : kMostThreads;
-  plan.ctas_per_sm = !light                                                        ? 1
-                     : plan.move == Move::kVectors && !spec.adds && !spec.recovers ? 3
-                                                                                   : 2;
-  const bool room_for_values = own * (is_double(spec) ? 8 : 4) <= 64;
-  const bool tight = drops && (spec.adds || plan.pack < 8 || plan.move != Move::kVectors);
-  plan.keep = room_for_values && !tight ? kKeepValues : kKeepNothing;
-  const int parameter_size = own * size_of(spec.parameters) * (spec.recovers ? 2 : 1);
-  plan.parameters_stay = parameter_size <= 32 && !(drops && own > 8);
-  plan.stats_ahead = true;
-  plan.stages = 3;
-  const std::int64_t groups = plan.most_threads / plan.lanes;
-  if (groups * group_bytes(spec, plan) * plan.ctas_per_sm > most_dynamic_shared(device)) {
-    plan.stages = 2;
-  }
-  plan_launch(plan, spec, rows, device);
-  if (plan.lanes > 0 && wants_sums && (plan.ctas > 1 || adds_sums)) {
+  BackwardPlan plan = tile_of(spec, cols, most_aligned);
+  fit_shared(plan, spec, device);
+  const std::int64_t most = threads_with_room(plan, spec, device);
+  const int unit = std::max(plan.row_threads, kWarpSize);
+  // One CTA where it holds all rows, and needs no partial sums then. Else a CTA for every SM comes
+  // first, and then as many rows side by side as it holds.
+  const std::int64_t rows_of_cta =
+      rows <= most / plan.row_threads ? rows : ceil_div(rows, device.multiprocessors);
+  const std::int64_t units =
+      std::clamp<std::int64_t>(ceil_div(rows_of_cta * plan.row_threads, unit), 1, most / unit);
+  const std::int64_t threads = units * unit;
+  plan.side_by_side = static_cast<int>(threads / plan.row_threads);
+  plan.ctas = std::min<std::int64_t>(std::int64_t{device.multiprocessors} * plan.ctas_per_sm,
+                                     ceil_div(rows, plan.side_by_side));
+  plan.shared_bytes = threads / plan.lanes * group_bytes(spec, plan);
+  if (wants_sums && (plan.ctas > 1 || adds_sums)) {
     const int grads = spec.norm == NormKind::kLayerNorm ? 2 : 1;
     plan.partials_bytes = plan.ctas * grads * partials_stride(cols) * (is_double(spec) ? 8 : 4);
   }
@@ -206,8 +226,15 @@ BackwardPlan plan_backward(const BackwardSpec& spec, std::int64_t rows, std::int
 
 BackwardPlan plan_backward(const NormBackwardArgs& args, const BackwardSpec& spec,
                            const DeviceInfo& device) {
-  // The tables of backward take what has no option; see spec_of.
+  // The tables of backward take what has no option, and rows at two strides.
   if (!is_flexible(args) || is_vector_dropout(args) || spec.split) {
+    return {};
+  }
+  // A kernel reads x in the dtype of the gradient that leaves, or of dy where x̂ is recovered. A
+  // hook on saved tensors may have changed it.
+  const bool x_has_its_type =
+      spec.recovers ? args.dtype == spec.grad_output : spec.adds || args.dtype == spec.input;
+  if (!x_has_its_type) {
     return {};
   }
   const bool wants_sums = args.grad_weight != nullptr || args.grad_bias != nullptr;

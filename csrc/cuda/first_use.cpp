@@ -171,6 +171,10 @@ void launch_partials(const Kernel& kernel, const NormBackwardArgs& args, const B
          {&args.workspace, &parts, &grads, &stride, &args.cols, &targets}, device, stream);
 }
 
+thread_local bool is_missing = false;
+
+void note_missing() { is_missing = jit_mode() != Jit::kOff; }
+
 }  // namespace
 
 bool launch_first_use(const NormForwardArgs& args, const DeviceInfo& device, cudaStream_t stream) {
@@ -184,6 +188,7 @@ bool launch_first_use(const NormForwardArgs& args, const DeviceInfo& device, cud
     return KernelSource{.header = kForwardHeader, .name = kernel_name(spec, plan)};
   });
   if (kernel == nullptr) {
+    note_missing();
     return false;
   }
   launch(*kernel, dim3(static_cast<unsigned>(plan.ctas)), dim3(static_cast<unsigned>(plan.threads)),
@@ -206,6 +211,7 @@ bool launch_first_use(const NormBackwardArgs& args, const DeviceInfo& device, cu
   const Kernel* const partials =
       kernel != nullptr && plan.partials_bytes > 0 ? find_partials(spec, device) : nullptr;
   if (kernel == nullptr || (plan.partials_bytes > 0 && partials == nullptr)) {
+    note_missing();
     return false;
   }
   const std::int64_t rows = plan.ctas * plan.side_by_side;
@@ -222,6 +228,12 @@ bool launch_first_use(const NormBackwardArgs& args, const DeviceInfo& device, cu
     launch_partials(*partials, args, spec, plan, device, stream);
   }
   return true;
+}
+
+const std::string* take_missing_kernel() {
+  const bool missing = is_missing;
+  is_missing = false;
+  return missing ? &why_no_kernel() : nullptr;
 }
 
 }  // namespace fused_op::cuda

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <string>
 
 #include "core/norm_args.h"
 #include "cuda/device_info.h"
@@ -18,5 +19,9 @@ bool launch_first_use(const NormForwardArgs& args, const DeviceInfo& device, cud
 // The same of backward, with first_use_workspace() bytes at args.workspace.
 bool launch_first_use(const NormBackwardArgs& args, const DeviceInfo& device, cudaStream_t stream);
 std::size_t first_use_workspace(const NormBackwardArgs& args, const DeviceInfo& device);
+
+// Why a kernel could not be had, so that a slower one took a call of this thread, since this was
+// last asked; null if none was missing, or FUSED_OP_JIT=0 wants it so.
+const std::string* take_missing_kernel();
 
 }  // namespace fused_op::cuda

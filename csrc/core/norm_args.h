@@ -35,7 +35,8 @@ struct Rows {
 
 // The dtype pairs (dtype, param_dtype) that have kernels of their own: (f16,f16) (f16,f32)
 // (bf16,bf16) (bf16,f32) (f32,f32) (f64,f64). Whatever differs from them, or drops elements,
-// is_flexible() and goes to the kernels that decide at run time. f64 stands beside f64 alone.
+// is_flexible(): on the GPU it has a kernel compiled at first use (cuda/plan.h), or else one that
+// decides at run time, as on the CPU. f64 stands beside f64 alone.
 // Statistics are f32 (f64 for f64). On the GPU, parameters and what is written begin at a multiple
 // of 16 bytes. Rows to read begin at any multiple of the element size; split ones on the GPU are
 // whole vectors of 16 bytes, no longer than kMaxSplitBytes, and have no residual.

@@ -16,6 +16,9 @@ class _BuildInfo(TypedDict):
 
 def build_info() -> _BuildInfo: ...
 
+# A CUDA kernel that cannot be had: it is not in the core table, and there is no compiler.
+class KernelError(RuntimeError): ...
+
 # What norm() leaves to the caller.
 AUTOGRAD: int
 DISPATCH: int
@@ -112,9 +115,10 @@ def _plan(
     aligned: bool,
     multiprocessors: int,
     shared_bytes: int,
+    arch: int = ...,  # without clusters, if 0
 ) -> tuple[
-    dict[str, int], list[tuple[str, str]]
-]: ...  # the plan, and (header, name) of kernels; both empty for what the extension contains
+    dict[str, int], list[tuple[str, str, bool]]
+]: ...  # the plan, and of each kernel its header, name, and whether the extension contains it
 def _kernel_key(header: str, name: str, arch: int, headers: dict[str, str] = ...) -> str: ...
 def _kernel_sources() -> dict[str, str]: ...
 def _cache_info() -> _CacheInfo: ...

@@ -1,10 +1,10 @@
 """Compiles a kernel file for sm_90 and asserts what its speed rests on: registers, and no spill.
 
-    python .ci/kernel_limits.py csrc/cuda/launch_bf16.cu
+    python .ci/kernel_limits.py csrc/cuda/core_bf16.cu
 
 A multiprocessor has 65536 registers: a kernel above its limit runs with fewer threads at a time
-than csrc/cuda/row_tile.h and BackwardLayout count on, and a spill adds memory traffic to its own.
-Prints the most registers found for each limit, and how long the file took.
+than csrc/cuda/core_table.h counts on, and a spill adds memory traffic to its own. Prints the most
+registers found for each limit, and how long the file took.
 """
 
 import re
@@ -14,21 +14,13 @@ import time
 
 # Mangled names (ptxas knows no others), the registers a thread may take, the threads that then fit.
 LIMITS = (
-    (r"norm_forward_kernel\w*Plain\w*VectorAccessENS0_7RowTile", 64, 1024),
-    (r"norm_forward_kernel\w*TightTile", 56, 1152),
-    (r"norm_forward_kernel\w*LightTile", 40, 1536),
-    (r"norm_forward_kernel\w*FullAccessENS0_\d+(?:Row|Long)Tile", 64, 1024),
-    (r"norm_forward_words_kernel(?!\w*Eager)\w*0_8WordTileILi32", 64, 1024),
-    (r"norm_forward_words_kernel(?!\w*Eager)", 80, 768),
-    (r"norm_forward_flat_kernel\w*Li[1234]E", 64, 1024),
-    (r"norm_forward_short_kernel\w*RowTileILi\d+ELi1E", 40, 1536),
-    (r"norm_forward_short_kernel", 64, 1024),
-    (r"norm_forward_parts_kernel", 64, 1024),
-    (r"norm_forward_streamed_kernel\w*Plain\w*VectorAccess", 64, 1024),
-    (r"norm_backward_kernel\w*Plain\w*VectorAccess\w*RowTileILi\d+ELi1E", 80, 768),
-    (r"norm_backward_kernel", 128, 512),
-    (r"norm_forward_flat_kernel", 160, 384),
-    (r"^(?!\w*norm_forward_flat)", 128, 512),
+    (r"forward_kernel\w*PlainI\w*ForwardTileILi\d+ELi\d+ELi2ELi\d+ELb0E", 48, 1280),
+    (r"forward_kernel\w*PlainI\w*ForwardTileILi\d+ELi\d+ELi[34]ELi\d+ELb0E", 64, 1024),
+    (r"forward_kernel\w*AddResidualI\w*ForwardTileILi\d+ELi\d+ELi\d+ELi\d+ELb0E", 80, 768),
+    (r"forward_kernel\w*ForwardTileILi\d+ELi\d+ELi\d+ELi\d+ELb1E", 128, 512),  # few rows
+    (r"backward_kernel\w*BackwardTileILi\d+ELi\d+ELi1E", 80, 768),
+    (r"backward_kernel\w*BackwardTileILi\d+ELi\d+ELi[23]E", 128, 512),
+    (r"add_partials_kernel", 128, 512),
 )
 KERNEL = re.compile(
     r"Function properties for (\w+)\s+\d+ bytes stack frame, (\d+) bytes spill stores"

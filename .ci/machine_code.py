@@ -1,7 +1,7 @@
 """Reads the machine code of built kernels and asserts that a GPU takes each of its operands.
 
     python .ci/machine_code.py                 # of the fused_op_cuda that is installed
-    python .ci/machine_code.py launch_bf16.o
+    python .ci/machine_code.py core_bf16.o
 
 ptxas 13.0 may put the descriptor of a memory access, a pair of registers, at an odd one, as it did
 for a `cp.async` with a cache policy (desc[UR1]): an illegal instruction, which tests find only if a

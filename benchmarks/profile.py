@@ -93,8 +93,8 @@ def kernels(log: str, shapes: list[list[str]]) -> list[dict[str, Any]]:
     at = -1
     for line in lines:
         values = dict(zip(head, line, strict=True))
-        name = re.sub(r"fused_op::|cuda::|^void |\(.*", "", values["Kernel Name"])
-        forward = name.startswith("norm_forward")
+        name = re.sub(r"fused_op::|cuda::|^void |\((?!bool|int).*", "", values["Kernel Name"])
+        forward = name.startswith("forward")
         at += forward  # each shape begins with one
         if not 0 <= at < len(shapes):
             raise ValueError(f"{name} belongs to none of {len(shapes)} shapes")
@@ -145,7 +145,15 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        command = ["ncu", "-k", "regex:norm_", "--clock-control", "none", "--cache-control", "none"]
+        command = [
+            "ncu",
+            "-k",
+            "regex:^(forward|backward)_",
+            "--clock-control",
+            "none",
+            "--cache-control",
+            "none",
+        ]
         command += [
             "--metrics",
             ",".join(METRICS),

@@ -21,7 +21,6 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "cuda/first_use.h"
 #include "cuda/fused_op_kernel.h"
 #elif !defined(FUSED_OP_NO_CUDA_REASON)
 #define FUSED_OP_NO_CUDA_REASON "the build did not say why"
@@ -56,15 +55,6 @@ void check_launch(cudaError_t status, const char* what) {
               " kernel could not be launched: ", cudaGetErrorString(status), " (",
               cudaGetErrorName(status),
               "). The cause may be an earlier kernel; CUDA_LAUNCH_BLOCKING=1 shows which.");
-}
-
-// A slower kernel is no reason to fail, but one to be told of, once.
-void warn_of_missing_kernel() {
-  if (const std::string* const why = cuda::take_missing_kernel()) {
-    TORCH_WARN_ONCE(
-        "fused_op: a kernel could not be compiled at its first use, and slower ones take ",
-        "such calls. ", *why, " FUSED_OP_JIT=0 turns this warning off.");
-  }
 }
 
 at::PhiloxCudaState draw_philox_state(at::Device device) {
@@ -141,7 +131,6 @@ void norm_forward(const NormForwardArgs& args, at::Device device) {
 #ifdef FUSED_OP_WITH_CUDA
   const c10::cuda::CUDAGuard guard(device);
   check_launch(cuda::norm_forward(args, c10::cuda::getCurrentCUDAStream()), "forward");
-  warn_of_missing_kernel();
 #else
   fail_without_cuda();
 #endif
@@ -177,7 +166,6 @@ void norm_backward(const NormBackwardArgs& args, at::Device device) {
 #ifdef FUSED_OP_WITH_CUDA
   const c10::cuda::CUDAGuard guard(device);
   check_launch(cuda::norm_backward(args, c10::cuda::getCurrentCUDAStream()), "backward");
-  warn_of_missing_kernel();
 #else
   fail_without_cuda();
 #endif

@@ -12,6 +12,7 @@
 #include "cuda/call_plan.h"
 #include "cuda/compile.h"
 #include "cuda/kernel_files.h"
+#include "cuda/kernels.h"
 #elif !defined(FUSED_OP_NO_CUDA_REASON)
 #define FUSED_OP_NO_CUDA_REASON "the build did not say why"
 #endif
@@ -27,7 +28,7 @@ using Headers = std::map<std::string, std::string>;  // path -> text
 #ifdef FUSED_OP_WITH_CUDA
 cuda::KernelSource source_of(const std::string& header, const std::string& name,
                              const Headers& headers) {
-  cuda::KernelSource source{header, name};
+  cuda::KernelSource source{.header = header, .name = name};
   for (const auto& [path, text] : headers) {
     source.more_headers.push_back({path, text});
   }
@@ -36,6 +37,8 @@ cuda::KernelSource source_of(const std::string& header, const std::string& name,
 
 const char* name_of(cuda::Origin origin) {
   switch (origin) {
+    case cuda::Origin::kCore:
+      return "core";
     case cuda::Origin::kPackage:
       return "package";
     case cuda::Origin::kCache:
@@ -89,7 +92,7 @@ DType dtype_of(const std::string& name) {
 py::tuple plan(bool backward, bool centred, std::int64_t rows, std::int64_t cols,
                const std::string& input, const std::string& residual, const std::string& parameters,
                const std::string& output, bool dropout, bool memory_efficient, bool aligned,
-               int multiprocessors, int shared_bytes) {
+               int multiprocessors, int shared_bytes, int arch) {
   if (rows < 1 || cols < 1 || multiprocessors < 1) {
     throw std::invalid_argument("there is a plan for one row, column and multiprocessor, or more");
   }
@@ -109,14 +112,17 @@ py::tuple plan(bool backward, bool centred, std::int64_t rows, std::int64_t cols
   cuda::DeviceInfo device{};
   device.multiprocessors = multiprocessors;
   device.shared_bytes = shared_bytes;
+  device.arch = arch;
+  device.sm_90 = arch >= 90;
+  device.max_cluster = cuda::max_cluster_of(arch);
   const cuda::CallPlan found = cuda::plan_call(call, device);
   py::dict integers;
   for (const auto& [name, value] : found.integers) {
     integers[py::str(name)] = value;
   }
   py::list kernels;
-  for (const cuda::KernelSource& kernel : found.kernels) {
-    kernels.append(py::make_tuple(kernel.header, kernel.name));
+  for (const cuda::PlannedKernel& kernel : found.kernels) {
+    kernels.append(py::make_tuple(kernel.source.header, kernel.source.name, kernel.core));
   }
   return py::make_tuple(integers, kernels);
 }
@@ -158,7 +164,7 @@ void write_package(const std::string&, const std::string&, int, const Headers&,
   fail();
 }
 py::tuple plan(bool, bool, std::int64_t, std::int64_t, const std::string&, const std::string&,
-               const std::string&, const std::string&, bool, bool, bool, int, int) {
+               const std::string&, const std::string&, bool, bool, bool, int, int, int) {
   fail();
 }
 std::string kernel_key(const std::string&, const std::string&, int, const Headers&) { fail(); }
@@ -172,6 +178,11 @@ std::string why_no_compiler() { fail(); }
 }  // namespace
 
 void bind_kernel_tools(py::module_& m) {
+#ifdef FUSED_OP_WITH_CUDA
+  py::register_exception<cuda::KernelError>(m, "KernelError", PyExc_RuntimeError);
+#else
+  m.attr("KernelError") = py::exception<std::nullptr_t>(m, "KernelError", PyExc_RuntimeError);
+#endif
   const auto kernel = std::make_tuple(py::arg("header"), py::arg("name"), py::arg("arch"),
                                       py::arg("headers") = Headers());
   const auto def = [&](const char* name, auto function, auto... more) {
@@ -183,7 +194,7 @@ void bind_kernel_tools(py::module_& m) {
   def("_kernel_key", &kernel_key);
   m.def("_plan", &plan, py::kw_only(), "backward"_a, "centred"_a, "rows"_a, "cols"_a, "input"_a,
         "residual"_a, "parameters"_a, "output"_a, "dropout"_a, "memory_efficient"_a, "aligned"_a,
-        "multiprocessors"_a, "shared_bytes"_a);
+        "multiprocessors"_a, "shared_bytes"_a, "arch"_a = 0);
   m.def("_kernel_sources", &kernel_sources);
   m.def("_cache_info", &cache_info);
   m.def("_clear_cache", &clear_cache);

@@ -152,6 +152,7 @@ FourTensors norm_backward_into(std::string_view norm, const at::Tensor& grad_out
   check_dropout(op, dropout_p, rng_state, x);
   TORCH_CHECK(!x_is_output || (dropout_p == 0 && !residual_dtype), op,
               ": the output stands for x only without dropout and without a residual");
+  TORCH_CHECK(!grad_sum || residual_dtype, op, ": there is no sum without a residual");
   const at::ScalarType compute = stats_dtype(x.scalar_type());
   const at::Device device = x.device();
   check_stats(op, stats, {stats_rows(kind), shape.rows}, compute, device);
@@ -210,7 +211,8 @@ FourTensors norm_backward_into(std::string_view norm, const at::Tensor& grad_out
   check_memory(op, "main_grad of weight", weight_main_grad);
   check_memory(op, "main_grad of bias", bias_main_grad);
 
-  const bool may_be_split = !residual_dtype;
+  // Rows at two strides have kernels for gradients of their own dtype, without a residual.
+  const bool may_be_split = !residual_dtype && (x_is_output || x.scalar_type() == input_dtype);
   const auto is_split = [&](const at::Tensor& tensor) {
     if (!may_be_split || !tensor.is_cuda() || !is_short(tensor, shape)) {
       return false;
@@ -218,12 +220,11 @@ FourTensors norm_backward_into(std::string_view norm, const at::Tensor& grad_out
     const std::optional<RowLayout> layout = row_layout(tensor, shape);
     return layout && layout->inner != 0;
   };
-  const bool drops_vectors = dropout_p > 0 && residual_dtype &&
-                             grad_output.scalar_type() == x.scalar_type() &&
-                             is_vector_dropout(to_dtype(x.scalar_type()), shape.cols);
+  // A hook on saved tensors may have changed the dtype of the output, from which x̂ is recovered.
+  const at::Tensor row_source = x_is_output ? x.to(grad_output.scalar_type()) : x;
   // One at two strides, and all are read in vectors.
-  const bool in_vectors = drops_vectors || is_split(x) || is_split(grad_output);
-  const Borrowed x_rows = readable_rows(x, shape, in_vectors, may_be_split);
+  const bool in_vectors = is_split(row_source) || is_split(grad_output);
+  const Borrowed x_rows = readable_rows(row_source, shape, in_vectors, may_be_split);
   const Borrowed grad_output_rows = readable_rows(grad_output, shape, in_vectors, may_be_split);
   const Borrowed grad_sum_rows =
       grad_sum ? readable_rows(*grad_sum, shape, in_vectors, may_be_split) : Borrowed();
@@ -233,7 +234,7 @@ FourTensors norm_backward_into(std::string_view norm, const at::Tensor& grad_out
 
   NormBackwardArgs args;
   args.kind = kind;
-  args.dtype = to_dtype(x.scalar_type());
+  args.dtype = to_dtype(row_source.scalar_type());
   args.param_dtype = to_dtype(kernel_dtype);
   args.rows = shape.rows;
   args.cols = shape.cols;

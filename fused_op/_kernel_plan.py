@@ -25,6 +25,7 @@ OPS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227}
 SHARED_KIB |= {120: 99, 121: 99}
 SMS = 132
+NO_CODE = "code    none"
 ORIGINS = {
     "package": "installed with the package",
     "cache": "from the cache of earlier compilations",
@@ -100,8 +101,8 @@ class Call:
             return "memory_efficient goes with neither a residual nor dropout"
         return ""
 
-    def kernels(self, gpu: Gpu) -> tuple[dict[str, int], list[tuple[str, str]]]:
-        """The plan, and (header, name) of its kernels; empty if compiled with the extension."""
+    def kernels(self, gpu: Gpu) -> tuple[dict[str, int], list[tuple[str, str, bool]]]:
+        """The plan; of each kernel its header, name, and whether the extension contains it."""
         return fused_op_cuda._plan(
             backward=self.backward,
             centred=self.op == "layer_norm",
@@ -116,6 +117,7 @@ class Call:
             aligned=not self.misaligned,
             multiprocessors=gpu.multiprocessors,
             shared_bytes=gpu.shared_bytes,
+            arch=gpu.arch,
         )
 
     def __str__(self) -> str:
@@ -206,28 +208,31 @@ def print_plan(options: argparse.Namespace) -> int:
     plan, kernels = call.kernels(gpu)
     print(f"call    {call}")
     print(f"GPU     {gpu}{'' if torch.cuda.is_available() else ' (there is none here)'}")
-    if not kernels:
-        print("kernel  compiled with the extension")
-        return 0
     print("plan    " + "\n        ".join(f"{name:15} {value}" for name, value in plan.items()))
-    for header, name in kernels:
+    is_missing = False
+    for header, name, core in kernels:
         print(f"kernel  {name}")
         print(f"source  {header}")
-        for line in describe(header, name, gpu):
+        for line in describe(header, name, core, gpu):
             print(line)
+            is_missing = is_missing or line.startswith(NO_CODE)
+    if is_missing:
+        print("PyTorch's operations take the call, after a warning; FUSED_OP_JIT=require: an error")
     return 0
 
 
-def describe(header: str, name: str, gpu: Gpu) -> Iterator[str]:
+def describe(header: str, name: str, core: bool, gpu: Gpu) -> Iterator[str]:
     """Where the code of a kernel comes from, and what it takes."""
     try:
         symbol, code, origin = fused_op_cuda._find_kernel(header, name, gpu.arch)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        yield f"code    none: {reason}"
-        yield "        The extension's own kernels take the call."
+        yield "code    compiled with the extension" if core else f"{NO_CODE}: {reason}"
         return
-    yield f"code    {ORIGINS[origin]}, {len(code)} bytes"
+    if core:
+        yield "code    compiled with the extension; by NVRTC it"
+    else:
+        yield f"code    {ORIGINS[origin]}, {len(code)} bytes"
     facts = facts_of(symbol, code)
     if facts is None:
         yield "takes   not known: the driver compiles this PTX further"
@@ -242,8 +247,8 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def calls_of(options: argparse.Namespace) -> Iterator[Call]:
-    """Every op, dtype and width that was asked for, with few rows and with many."""
-    both, sizes = (False, True), (1, 1 << 20)
+    """Every op, dtype and width that was asked for, with few rows, some and many."""
+    both, sizes = (False, True), [1 << k for k in range(21)]
     for op, dtype, cols, backward, rows in itertools.product(
         options.op, options.dtype, options.cols, both, sizes
     ):
@@ -261,12 +266,16 @@ def compile_kernels(options: argparse.Namespace) -> int:
     folder = options.folder or fused_op_cuda._cache_info()["package_folder"]
     print(f"for {gpu}, into {folder}")
     compiled: set[str] = set()
+    of_extension: set[str] = set()
     for call in calls:
         _, kernels = call.kernels(gpu)
-        if not kernels:
-            print(f"  {'':7} {call}: compiled with the extension")
-        for header, name in kernels:
-            if name in compiled:
+        for header, name, core in kernels:
+            if name in compiled or name in of_extension:
+                continue
+            function = name.partition("<")[0].rpartition("::")[2]
+            if core:
+                of_extension.add(name)
+                print(f"  {'':7} {call}: {function} is compiled with the extension")
                 continue
             start = time.perf_counter()
             try:
@@ -275,7 +284,6 @@ def compile_kernels(options: argparse.Namespace) -> int:
                 print(f"  FAILED  {call}: {error}")
                 return 1
             compiled.add(name)
-            function = name.partition("<")[0].rpartition("::")[2]
             print(f"  {time.perf_counter() - start:5.2f} s {call}: {function}", flush=True)
     print(f"{len(compiled)} kernels")
     return 0

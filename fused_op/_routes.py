@@ -6,6 +6,8 @@ as a non-strict export does, calls with tensors that the binding knows not to be
 
 from __future__ import annotations
 
+import os
+import warnings
 from typing import Any
 
 import torch
@@ -67,10 +69,18 @@ def is_differentiated(*grads: Tensor | None) -> bool:
 def raw_forward() -> Any:
     """The forward op without autograd: dynamo can only trace the one of the dispatcher."""
     if open_blocks or (is_dynamo_compiling() and is_transformed()):
-        return _composite_forward
+        return composite_forward
     if is_dynamo_compiling():
         return torch.ops.fused_op.norm_forward.default
-    return fused_op_cuda.norm_forward
+    return _kernel_forward
+
+
+def _kernel_forward(*args: Any) -> Any:
+    try:
+        return fused_op_cuda.norm_forward(*args)
+    except fused_op_cuda.KernelError as error:
+        warn_of_missing_kernel(error)
+        return composite_forward(*args)
 
 
 class _NotPlain(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -85,6 +95,26 @@ def check_alone(*args: Any) -> int:
     with _NotPlain():  # type: ignore[no-untyped-call]
         result = fused_op_cuda.norm(*args)
     return fused_op_cuda.CAST if result == fused_op_cuda.CAST else fused_op_cuda.COMPOSITE
+
+
+# What has been warned of: each kernel has its own message, which would be shown once more.
+warned: list[RuntimeError] = []
+
+
+def warn_of_missing_kernel(error: RuntimeError) -> None:
+    """Say, once, that PyTorch's operations take the place of a kernel that cannot be had.
+
+    With ``FUSED_OP_JIT=require`` that is an error.
+    """
+    if os.environ.get("FUSED_OP_JIT") == "require":
+        raise error
+    if not warned:
+        warned.append(error.with_traceback(None))
+        warnings.warn(
+            "fused_op: PyTorch's operations, which are slower, take calls of which a kernel is "
+            f"missing. The first: {error}",
+            stacklevel=2,
+        )
 
 
 def composite(tensors: Tensors, call: Call, normalize: Normalize = reference.normalize) -> Any:
@@ -110,7 +140,7 @@ def _contiguous(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def _composite_forward(*args: Any) -> tuple[Tensor, Tensor | None, None]:
+def composite_forward(*args: Any) -> tuple[Tensor, Tensor | None, None]:
     """``norm_forward`` without its kernel, and so without statistics for backward."""
     norm, input, residual, weight, bias, rng_state, *rest, _ = args
     if not is_dynamo_compiling():

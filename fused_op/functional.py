@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 import fused_op_cuda
+from fused_op_cuda import KernelError
 
 from . import reference
 from ._arguments import (
@@ -50,6 +51,7 @@ from ._routes import (
     is_transformed,
     op_options,
     raw_forward,
+    warn_of_missing_kernel,
 )
 from .reference import Norm, Shape
 
@@ -468,15 +470,24 @@ def _backward(
             f"fused_{norm}: with memory_efficient=True the input is not kept, so that its "
             "gradient can neither be differentiated again nor be computed by other means"
         )
-    arguments = (
-        norm, grad_output, grad_sum, x, weight, bias, stats, rng_state, ndim, zero_centered,
-        dropout_p, x_is_output, input_dtype, residual_dtype, param_dtype, wanted,
-    )  # fmt: skip
-    if parameters is not None:
-        gradients = add_to_main_grad(backward, arguments, *parameters)
-    else:
-        gradients = backward(*arguments)
-    grad_x, grad_residual, grad_weight, grad_bias = gradients
+
+    def gradients(backward: Any, stats: Any) -> Any:
+        arguments = (
+            norm, grad_output, grad_sum, x, weight, bias, stats, rng_state, ndim, zero_centered,
+            dropout_p, x_is_output, input_dtype, residual_dtype, param_dtype, wanted,
+        )  # fmt: skip
+        if parameters is not None:
+            return add_to_main_grad(backward, arguments, *parameters)
+        return backward(*arguments)
+
+    try:
+        grad_x, grad_residual, grad_weight, grad_bias = gradients(backward, stats)
+    except KernelError as error:
+        if x_is_output:
+            raise
+        warn_of_missing_kernel(error)
+        found = gradients(reference.normalize_backward, eps)
+        grad_x, grad_residual, grad_weight, grad_bias = found
     # One tensor for both, as torch.add does: autograd copies where it would be stored twice.
     return (
         grad_x if wanted[0] else None,
@@ -532,10 +543,14 @@ def _norm(
     is_traced = is_dynamo_compiling()
     if not is_traced:
         route: Any = check_alone if open_blocks else fused_op_cuda.norm
-        result = route(
-            norm, input, residual, weight, bias, rng_state,
-            normalized_ndim, eps, zero_centered, dropout_p, output_dtype, sum_dtype,
-        )  # fmt: skip
+        try:
+            result = route(
+                norm, input, residual, weight, bias, rng_state,
+                normalized_ndim, eps, zero_centered, dropout_p, output_dtype, sum_dtype,
+            )  # fmt: skip
+        except KernelError as error:
+            warn_of_missing_kernel(error)
+            result = fused_op_cuda.COMPOSITE
         if type(result) is not int:
             return result
     tensors = input, residual, weight, bias, rng_state
@@ -547,7 +562,11 @@ def _norm(
         return _traced(tensors, call)
     if result == fused_op_cuda.CAST:
         tensors = cast(*tensors)
-        result = route(norm, *tensors, *op_options(call))
+        try:
+            result = route(norm, *tensors, *op_options(call))
+        except KernelError as error:
+            warn_of_missing_kernel(error)
+            result = fused_op_cuda.COMPOSITE
         if type(result) is not int:
             return result
     if result == fused_op_cuda.AUTOGRAD:
@@ -587,7 +606,11 @@ def _dispatch(tensors: Tensors, call: Call) -> Any:
     register_rules()
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _NormFunction.apply(*tensors, call)  # type: ignore[no-untyped-call]
-    output, sum, _ = raw_forward()(call[0], *tensors, *op_options(call), False)
+    try:
+        output, sum, _ = raw_forward()(call[0], *tensors, *op_options(call), False)
+    except KernelError as error:
+        warn_of_missing_kernel(error)
+        return composite(tensors, call)
     return output if tensors[1] is None else (output, sum)
 
 

@@ -3,60 +3,42 @@
     compute-sanitizer --tool memcheck python -m tests.every_kernel
     compute-sanitizer --tool racecheck python -m tests.every_kernel --dtype bfloat16 --share 1/4
 
-It checks no values (the tests do): each call has a shape that another tile of the kernels takes,
-and rows that begin at multiples of 16 bytes or do not. The options that have kernels of their own
-come on top: dropout, other dtypes, a saved output, rows at two strides, sums added to main_grad.
+It checks no values (the tests do). The plans of a grid of calls, of every op, option, width, number
+of rows and alignment, say which kernels there are; the smallest call with each of their traits
+(`traits`) is run, forward and backward. What plans do not show comes on top: rows at two strides,
+sums added to main_grad, rows whose moments are taken a second time.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from itertools import islice, product
+from typing import NamedTuple
 
 import torch
 
 from fused_op import FusedLayerNorm, FusedRMSNorm
-from tests.ops import OPS, PAIRS, Op, Pair
+from fused_op._kernel_plan import NORMS, Call, Gpu, gpu_of
+from tests.ops import BF16, F16, F32, F64, OPS, PAIRS, Op, Pair
 
-# Rows, and 16-byte vectors of a row: the tiles of csrc/cuda/row_tile.h from one lane a row to a
-# CTA, with few rows and many, then rows over a cluster, one, many or several in turn, and those too
-# long for one. Kernels read whole aligned blocks of 16 bytes that hold an element of a tensor, and
-# these tools would complain where the memory of a tensor ends inside of one: here none does.
-SHAPES = (
-    *((rows, vectors) for rows in (8, 600) for vectors in (1, 2, 4, 8, 16, 32, 64, 128)),
-    *((rows, vectors) for rows in (8, 304) for vectors in (320, 512, 640)),
-    *((rows, vectors) for rows in (8, 272) for vectors in (1024, 1280, 1536, 2048)),
-    *((8, vectors) for vectors in (4096, 32769)),
-    (144, 2049),
-    (304, 2049),
-    (8, 24577),
-)
-# More than sixteen rows for each of 150 multiprocessors: backward has three in flight, not two.
-MANY_ROWS = (2432, 1024)
-MANY_WIDE_ROWS = (2432, 1536)  # the same with three vectors a lane
-IN_TURN = (64, 16385)  # large clusters that take many rows in turn
-LARGE_CLUSTERS = (16385, 24577)  # vectors of rows that take clusters of more than eight CTAs
-# Few long rows, over more CTAs than hold them.
-SPREAD = ((24, 4096), (38, 2688), (29, 5760), (20, 8192), (19, 8320), (55, 3200))
-# Words of 4 bytes, of rows that are not whole vectors.
-WORDS = (100, 250, 350, 511, 1101, 2501, 2502, 6250)
-# Forward takes few rows in other tiles than many, and one warp's rows several to a CTA.
-MANY_WORDS = (1101, 1700, 2501, 2502)
-# Words of the rows of an odd number of elements, and how many of such rows are many: they share a
-# warp, or have one or three.
-ODD_WORDS = ((64, 9704), (128, 4904), (256, 2432), (322, 2432), (512, 2432), (1026, 904))
-THREE_A_LANE = ((8, 96), (1000, 96), (2432, 96))
-# Many rows that fill their tile: short ones a whole number of CTAs, others too many for EagerTile.
-FULL = (
-    *((768, vectors) for vectors in (2, 4, 8, 16)),
-    *((2432, vectors) for vectors in (128, 256, 640)),
-    (272, 2048),
-    (304, 4096),
-    (136, 16384),
-)
-UNFILLED = (2432, 320)  # as many that do not
+NAMES = {F16: "f16", BF16: "bf16", F32: "f32", F64: "f64"}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+FEW = 5  # rows; a prime, so that some CTA is not full
+MANY = 1 << 20
+PORTABLE_CLUSTER = 8
+LONG_ROWS = (40, 300, 1100)  # not few, and so many that clusters take several in turn
+
+
+class Trait(NamedTuple):
+    """What a kernel shares with others; each trait is run once."""
+
+    kind: str
+    kernel: str
+    values: tuple[str, ...]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -89,109 +71,242 @@ def main(argv: list[str] | None = None) -> None:
 
 def calls(pair: Pair, portable: bool = False) -> Iterator[Callable[[], None]]:
     """Every call of the pair, forward and backward; `portable`: without large clusters."""
-    vector = 16 // pair.rows.itemsize
-    for op, rows, cols, shift in cases(pair):
-        if not portable or -(-cols // vector) not in LARGE_CLUSTERS:
-            yield partial(call_op, op, pair, rows, cols, shift)
-    if pair.rows == torch.float64:
-        return
+    for call in planned(pair, gpu_of(None, None), portable):
+        yield partial(run, call)
+        if call.misaligned and pair.rows.itemsize == 2:
+            yield partial(run, call, shift=2)  # rows that begin at words
     for op in OPS:
-        for options in options_of(op):
-            shifts = (0,) if "zero_centered" in options else (0, 1)
-            shapes = [(*shape, shift) for shape, shift in product(SHAPES, shifts)]
-            if "dropout_p" in options:
-                shapes.append((*MANY_ROWS, 0))
-            for rows, vectors, shift in shapes:
-                if not portable or vectors not in LARGE_CLUSTERS:
-                    cols = vectors * vector - shift
-                    yield partial(call_op, op, pair, rows, cols, shift, **options)
-        for (rows, vectors), shift in product(SHAPES, () if op.zero_centered else (0, 1)):
-            if not portable or vectors not in LARGE_CLUSTERS:
-                yield partial(call_constant, op, pair, rows, vectors * vector - shift, shift)
+        for cols in (3, 24, 144, 1152, 4096, 20_000, 70_000):
+            yield partial(run_constant, op, pair, cols)
     for cls in (FusedLayerNorm, FusedRMSNorm):
-        for cols in (64, 256, 2048):
-            yield partial(call_heads, cls, pair, cols)
+        for cols in (64, 144, 150, 256, 1152, 2048):
+            yield partial(run_heads, cls, pair, cols)
 
 
-def cases(pair: Pair) -> list[tuple[Op, int, int, int]]:
-    """Op, rows, columns, and how many elements past a multiple of 16 bytes the rows begin."""
-    vector = 16 // pair.rows.itemsize
-    word = max(1, 4 // pair.rows.itemsize)
-    aligned, odd = [], []  # rows that begin and end at multiples of 16 bytes, and others
-    for rows, vectors in (*SHAPES, MANY_ROWS):
-        aligned.append((rows, vectors * vector, 0))
-        odd.append((rows, vectors * vector - 1, 1))
-        odd.append((rows, vectors * vector, 1))  # by vectors, shifted
-    odd += [(304, cols, 0) for cols in range(1, vector)]
-    odd += [(272, words * word, shift) for words in WORDS for shift in (1, 2)]
-    odd += [(MANY_ROWS[0], words * word, 2) for words in MANY_WORDS]
-    for words, many in ODD_WORDS:
-        odd += [(rows, words * word - 1, shift) for rows, shift in ((40, 1), (40, 2), (many, 1))]
-    found = [(op, *shape) for shape in aligned for op in OPS]
-    # Not of 1 + weight, which PyTorch makes: its memory ends with it.
-    found += [(op, *shape) for shape in odd for op in OPS if not op.zero_centered]
-    for rows, vectors in (IN_TURN, *SPREAD, MANY_WIDE_ROWS, *THREE_A_LANE, *FULL, UNFILLED):
-        found += [(op, rows, vectors * vector, 0) for op in OPS if not op.adds]
+# --- The calls that plans are asked of -----------------------------------------------------------
+
+
+def variants(pair: Pair) -> list[Call]:
+    """Every combination of op, dtypes and options that is legal beside the pair."""
+    rows = NAMES[pair.rows]
+    wider = [rows] if pair.rows in (F32, F64) else [rows, "f32"]
+    found = []
+    for norm, residual, out, dropout, efficient, misaligned in product(
+        NORMS,
+        ["", *wider],
+        [*wider, *(["bf16"] if rows == "f32" else [])],
+        *[(False, True)] * 3,
+    ):
+        call = Call(
+            *(norm, FEW, 8, rows),
+            residual=residual,
+            param_dtype=NAMES[pair.params],
+            out_dtype=out,
+            dropout=dropout,
+            memory_efficient=efficient,
+            misaligned=misaligned,
+        )
+        found += [call] if not call.mistake() else []
     return found
 
 
-OPTIONS = (
-    {"dropout_p": 0.5},
-    {"out_dtype": torch.float32},
-    {"memory_efficient": True},
-    {"residual_dtype": torch.float32},
-    {"zero_centered": True},
-)
+def widths(pair: Pair) -> list[int]:
+    """All short ones, then steps of a few percent, of whole vectors and of words; long rows."""
+    vector = 32 // pair.rows.itemsize  # of 16 bytes, also beside a stream half as wide
+    # A CTA has it in registers, also beside a stream half as wide.
+    longest = (1 << 15) // (8 if pair.rows == torch.float64 else 2)
+    found = set(range(1, 6 * vector))
+    count = 1.0
+    while count * vector <= longest:
+        even = int(count) * vector
+        # A word more, half a word more, and what is a whole number of vectors of wider streams.
+        found |= {even, even + 1, even - 2, even + vector // 2}
+        count = max(count + 1, count * 1.02)
+    # Whole tiles of the core table.
+    found |= {
+        warps * 32 * per_lane * vector // 2 for warps in range(1, 17) for per_lane in (2, 3, 4)
+    }
+    for times in (0.5, 0.65, 1, 1.3, 2, 2.6, 3.6, 4, 6, 9, 16):
+        even = int(longest * times) // vector * vector + 8 * vector
+        found |= {even, even + 1, even + vector // 2}
+    return sorted(found)
 
 
-def options_of(op: Op) -> list[dict[str, object]]:
-    """The options that the op has."""
-    if op.zero_centered:
-        return []
-    missing = "memory_efficient" if op.adds else "residual_dtype"
-    return [options for options in OPTIONS if missing not in options]
+def row_counts(call: Call, gpu: Gpu) -> set[int]:
+    """Numbers of rows that plans tell apart: few, more than the GPU holds at once, many steps."""
+    plan, _ = replace(call, rows=FEW, backward=False).kernels(gpu)
+    counts = {FEW}
+    if "lanes" in plan:
+        warp_cols = plan["lanes"] * plan["vectors"] * plan["pack"]
+        warps = -(-call.cols // warp_cols) if plan["lanes"] == 32 else 1
+        resident = gpu.multiprocessors * 512 // (plan["lanes"] * warps)
+        counts.add(max(resident, 256) + 1)
+    else:
+        counts.update(LONG_ROWS)
+    plan, _ = replace(call, rows=MANY, backward=True).kernels(gpu)
+    if "side_by_side" in plan and plan["stages"] > 2 and plan["most_threads"] == 512:
+        counts.add(16 * plan["ctas"] * plan["side_by_side"] + 1)
+    return counts
 
 
-def call_op(op: Op, pair: Pair, rows: int, cols: int, shift: int, **options) -> None:
-    outputs = op.fused(**make_inputs(op, pair, rows, cols, shift), **options)
+@cache
+def candidates(pair: Pair, gpu: Gpu, portable: bool) -> dict[Trait, tuple[int, Call]]:
+    """Of each trait the smallest call that has it, behind its number of elements."""
+    smallest: dict[Trait, tuple[int, Call]] = {}
+    for cols in widths(pair):
+        counts: set[int] = set()
+        types = None
+        for variant in variants(pair):
+            # Both norms have the same tiles, but for some of the core table's.
+            if cols % 7 % 2 == NORMS.index(variant.op) and cols % 32 != 0:
+                continue
+            if types != (types := (variant.residual, variant.out_dtype)):  # options change little
+                counts = row_counts(replace(variant, cols=cols), gpu)
+            for rows in counts:
+                call = replace(variant, rows=rows, cols=cols)
+                found, cluster = traits_of(call, gpu)
+                if portable and cluster > PORTABLE_CLUSTER:
+                    continue
+                for trait in found:
+                    if trait not in smallest or rows * cols < smallest[trait][0]:
+                        smallest[trait] = (rows * cols, call)
+    return smallest
+
+
+@cache
+def planned(pair: Pair, gpu: Gpu, portable: bool = False) -> list[Call]:
+    """Calls that have every trait: the largest that are needed, then what they leave out."""
+    smallest = candidates(pair, gpu, portable)
+    chosen = []
+    covered: set[Trait] = set()
+    for trait, (_, call) in sorted(smallest.items(), key=lambda item: -item[1][0]):
+        if trait not in covered:
+            chosen.append(call)
+            covered |= traits_of(call, gpu)[0]
+    return chosen[::-1]
+
+
+# --- What tells kernels apart --------------------------------------------------------------------
+
+KERNEL = re.compile(r"fused_op::cuda::(\w+)<(?:fused_op::cuda::\w+Op<(.*)>, .*Tile<(.*)>|(.*))>$")
+TYPE = re.compile(r"fused_op::B?Float16|float|double")
+# Of the arguments of a tile, those that only bound registers, and the width.
+BOUNDS = {"forward_kernel": (5, 6, 7), "forward_flat_kernel": (2,), "backward_kernel": (3, 4, 8)}
+BOUNDS |= {f"forward_{form}_kernel": (4, 5) for form in ("cluster", "in_turn", "streamed")}
+BOUNDS["backward_few_kernel"] = (3, 4, 8)
+
+
+def traits(name: str, cols: int) -> set[Trait]:
+    """Those of a kernel, by its name.
+
+    A kernel is a template with an op and a tile. Types and tiles multiply without meeting in the
+    code: every tile is run with some types, every combination of types in some tile. How rows share
+    warps and what the op does meet in barriers and masks: all combinations are run.
+    """
+    kernel, op, tile, types = KERNEL.match(name).groups()
+    if op is None:
+        return {Trait("types", kernel, (types,))}
+    arguments = tile.split(", ")
+    told = tuple(v for i, v in enumerate(arguments) if i not in BOUNDS.get(kernel, ()))
+    access = op.rpartition("::")[2]
+    scope = ""
+    if kernel in ("forward_kernel", "backward_kernel", "backward_few_kernel"):
+        pack, lanes, vectors = map(int, arguments[:3])
+        scope = "lanes" if lanes < 32 else "warp" if cols <= 32 * vectors * pack else "warps"
+    return {
+        Trait("tile", kernel, (access, *told)),
+        Trait("op", kernel, (TYPE.sub("T", op), scope)),
+        Trait("types", kernel, tuple(TYPE.findall(op))),
+    }
+
+
+def traits_of(call: Call, gpu: Gpu) -> tuple[set[Trait], int]:
+    """Of all kernels of the call, forward and backward; and its largest cluster."""
+    found: set[Trait] = set()
+    cluster = 0
+    for backward in (False, True):
+        plan, kernels = replace(call, backward=backward).kernels(gpu)
+        cluster = max(cluster, own := plan.get("cluster", 0))
+        for _, name, _ in kernels:
+            found |= traits(name, call.cols)
+        if own > 0:
+            kernel = KERNEL.match(kernels[0][1])[1]
+            found.add(Trait("cluster", kernel, ("large" if own > PORTABLE_CLUSTER else "",)))
+    return found, cluster
+
+
+# --- Running them --------------------------------------------------------------------------------
+
+
+def rows_at(rows: int, cols: int, dtype: torch.dtype, shift: int = 0) -> torch.Tensor:
+    """Random rows, `shift` elements past a multiple of 16 bytes.
+
+    Kernels read whole aligned blocks of 16 bytes that hold an element of a tensor, and tools would
+    complain where the memory of a tensor ends inside of one: here none does.
+    """
+    block = 16 // dtype.itemsize
+    whole = -(-(shift + rows * cols) // block) * block
+    memory = torch.rand(whole, dtype=dtype, device="cuda")
+    return memory[shift : shift + rows * cols].view(rows, cols)
+
+
+def run(call: Call, shift: int = 1) -> None:
+    """The call, and its backward where gradients are recorded."""
+    op = next(
+        op
+        for op in OPS
+        if not op.zero_centered
+        and op.centred == (call.op == "layer_norm")
+        and op.adds == bool(call.residual)
+    )
+    dtype, out_dtype = DTYPES[call.dtype], DTYPES[call.out_dtype]
+    shift = shift if call.misaligned else 0
+    inputs = {"input": rows_at(call.rows, call.cols, dtype, shift)}
+    if op.adds:
+        inputs["residual"] = rows_at(call.rows, call.cols, DTYPES[call.residual])
+    for name in op.parameters:
+        inputs[name] = rows_at(1, call.cols, DTYPES[call.param_dtype]).view(-1)
+    for tensor in inputs.values():
+        tensor.requires_grad_()
+    options = {"out_dtype": out_dtype} if out_dtype != dtype else {}
+    options |= {"dropout_p": 0.5} if call.dropout else {}
+    options |= {"memory_efficient": True} if call.memory_efficient else {}
+    outputs = op.fused(**inputs, **options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     if torch.is_grad_enabled():
-        torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+        # What is not the call's input is misaligned in backward by the gradient that arrives last.
+        last = shift if op.adds or call.memory_efficient else 0
+        shifts = [0] * (len(outputs) - 1) + [last]
+        grads = [
+            rows_at(call.rows, call.cols, output.dtype, shift)
+            for output, shift in zip(outputs, shifts, strict=True)
+        ]
+        torch.autograd.backward(outputs, grads)
 
 
 @torch.no_grad()
-def call_constant(op: Op, pair: Pair, rows: int, cols: int, shift: int) -> None:
-    """Rows that do not vary (RMSNorm: that overflow), which kernels take again from memory."""
-    inputs = make_inputs(op, pair, rows, cols, shift)
+def run_constant(op: Op, pair: Pair, cols: int, rows: int = 8) -> None:
+    """Rows that do not vary (RMSNorm: that overflow), whose moments kernels take again."""
+    inputs = {name: rows_at(rows, cols, pair.rows) for name in op.inputs[: 1 + op.adds]}
+    inputs |= {name: rows_at(1, cols, pair.params).view(-1) for name in op.parameters}
     inputs["input"].fill_(3 if op.centred else torch.finfo(pair.rows).max)
     if op.adds:
         inputs["residual"].zero_()
-    op.fused(**inputs)
+    if not op.zero_centered:  # PyTorch makes 1 + weight, whose memory ends with it
+        op.fused(**inputs)
 
 
-def call_heads(cls, pair: Pair, cols: int) -> None:
+def run_heads(cls: type, pair: Pair, cols: int) -> None:
     """Heads of a packed tensor, and main_grad."""
-    packed = torch.rand(2, 9, 3, 4, cols, dtype=pair.rows, device="cuda")
+    packed = rows_at(2 * 9 * 3 * 4, cols, pair.rows).view(2, 9, 3, 4, cols)
     norm = cls(cols, dtype=pair.params, device="cuda", fuse_wgrad_accumulation=True)
     for parameter in norm.parameters():
+        block = 16 // parameter.dtype.itemsize
+        parameter.data = rows_at(1, -(-cols // block) * block, parameter.dtype).view(-1)[:cols]
         parameter.main_grad = torch.zeros(cols, device="cuda")
     y = norm(packed[:, :, 1].requires_grad_())
     if torch.is_grad_enabled():
         y.backward(packed[:, :, 2])
-
-
-def make_inputs(op, pair, rows: int, cols: int, shift: int) -> dict[str, torch.Tensor]:
-    """Each input of the op; rows `shift` elements past a multiple of 16 bytes."""
-    inputs = {}
-    for name in op.inputs:
-        is_row = name in ("input", "residual")
-        dtype = pair.rows if is_row else pair.params
-        first, size = (shift, rows * cols) if is_row else (0, cols)
-        block = 16 // dtype.itemsize
-        whole = -(-(first + size) // block) * block
-        values = torch.rand(whole, dtype=dtype, device="cuda")[first : first + size]
-        inputs[name] = (values.view(rows, cols) if is_row else values).requires_grad_()
-    return inputs
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 // The table of kernels, on a driver and a compiler that count and fail on request: see
 // test_kernel_table.py, which builds it and passes the name of a test. Exit status 0: it holds.
+#include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -49,6 +50,16 @@ std::string compiler_identity() { return "of the test"; }
 std::string compile_options() { return ""; }
 
 }  // namespace fused_op::cuda
+
+// --- The runtime, as far as it knows the kernels of the extension --------------------------------
+
+static const char for_other_gpus = 0;
+cudaError_t cudaGetKernel(cudaKernel_t* kernel, const void* entry) {
+  *kernel = static_cast<cudaKernel_t>(const_cast<void*>(entry));
+  return entry == &for_other_gpus ? cudaErrorNoKernelImageForDevice : cudaSuccess;
+}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorName(cudaError_t) { return "an error"; }
 
 namespace {
 
@@ -159,18 +170,20 @@ void test_package_alone() {  // FUSED_OP_JIT=0
   EXPECT(compilations == 0);
 }
 
-void test_required() {  // FUSED_OP_JIT=require
-  EXPECT(find(1) != nullptr);
-  for (int i = 0; i < 2; ++i) {
-    try {
-      find(2, "faulty");
-      EXPECT(false);
-    } catch (const KernelError& error) {
-      EXPECT(std::string(error.what()) ==
-             "FUSED_OP_JIT is 'require', and a kernel cannot be had: the log of faulty");
-    }
-  }
-  EXPECT(compilations == 2);
+void test_built_in() {
+  static const char here = 0;
+  const auto find_built_in = [](std::uint64_t low, const void* built_in) {
+    return find_kernel({low, 0}, device(0), [&] {
+      return KernelSource{.header = "toy.cuh", .name = "good", .built_in = built_in};
+    });
+  };
+  const Kernel* const kernel = find_built_in(1, &here);
+  EXPECT(kernel != nullptr && kernel->origin() == Origin::kCore && kernel->function() == &here);
+  EXPECT(kernel->registers() == 64 && compilations == 0 && count("fake_loads") == 0);
+  EXPECT(find_built_in(1, &here) == kernel && count("fake_forbidden") == 0);
+  // One that was compiled for other GPUs is compiled for this.
+  const Kernel* const other = find_built_in(2, &for_other_gpus);
+  EXPECT(other != nullptr && other->origin() == Origin::kCompiled && compilations == 1);
 }
 
 void test_unknown_value() {  // FUSED_OP_JIT=yes
@@ -300,7 +313,7 @@ int main(int, char** arguments) {
       {"out_of_memory_is_tried_again", test_out_of_memory_is_tried_again},
       {"package", test_package},
       {"package_alone", test_package_alone},
-      {"required", test_required},
+      {"built_in", test_built_in},
       {"unknown_value", test_unknown_value},
       {"no_driver", test_no_driver},
       {"attributes", test_attributes},

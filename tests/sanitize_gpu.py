@@ -28,12 +28,14 @@ GIB = 2**30
 PROCESS_BYTES = 16 * GIB  # of a GPU: 13 under racecheck, most of it the tool's own
 SHOWN_LINES = 60  # of what a failed process printed
 # Tool -> dtype -> processes. All dtypes are instances of the same templates: the slow tools look at
-# one, memcheck, which takes seconds, at each.
+# one, memcheck, which takes seconds, at each. In a process of more than some fifty calls, the later
+# ones take kernels that know no width, as the process has kernels for 128 then: float16 and a few
+# processes have those, bfloat16 and many the kernels of one width.
 SHARES = {
-    "memcheck": {"bfloat16": 8, "float16": 8, "float32": 4, "float64": 1},
+    "memcheck": {"bfloat16": 40, "float16": 8, "float32": 8, "float64": 4},
     "initcheck": {"bfloat16": 8},
-    "synccheck": {"bfloat16": 4},
-    "racecheck": {"bfloat16": 16},
+    "synccheck": {"bfloat16": 8},
+    "racecheck": {"bfloat16": 40, "float16": 8},
 }
 OPTIONS = {"synccheck": ("--portable-clusters",)}
 

@@ -1,45 +1,121 @@
-"""The script for compute-sanitizer, which nothing else runs, still runs.
+"""The script for compute-sanitizer, which nothing else runs, still runs, and has every kernel.
 
-Catches a change of an op or of the table of ops that tests/every_kernel.py does not follow: it
-would fail on the day that it is needed, or find no fault there because it launches nothing.
+Catches a kernel that the plans choose and no call of tests/every_kernel.py does, and a change of an
+op that it does not follow: it would fail on the day that it is needed, or find no fault there
+because it launches nothing.
 """
 
 import os
+import random
+from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import fused_op
+from fused_op._kernel_plan import gpu_of
 from tests import every_kernel, sanitize_gpu
-from tests.ops import DEVICES, OPS, PAIRS
+from tests.case import SEED
+from tests.every_kernel import Trait, planned, traits, traits_of
+from tests.ops import DEVICES, PAIRS
+
+needs_cuda_build = pytest.mark.skipif(
+    not fused_op.build_info()["cuda"], reason="a build without CUDA makes no plans"
+)
 
 
-def test_cases(pair):
-    """Catches a list that is empty, misses an op, or has rows without columns: no kernel runs."""
-    cases = every_kernel.cases(pair)
-    at_odd_addresses = [op for op in OPS if not op.zero_centered]
-    longer = len(every_kernel.SHAPES) * (len(OPS) + len(at_odd_addresses))
-    assert len(cases) > longer > len(every_kernel.SHAPES) * len(OPS)  # shorter than a vector too
-    assert {op for op, *_ in cases} == set(OPS)
-    assert all(rows > 0 and cols > 0 for _, rows, cols, _ in cases)
+def traits_of_all(calls, gpu) -> set[Trait]:
+    return set().union(*(traits_of(call, gpu)[0] for call in calls))
 
 
-def test_portable_clusters(pair):
+@needs_cuda_build
+def test_every_kernel_of_a_sample(pair):
+    """Catches a grid of calls that misses a tile, an op or dtypes that other calls have."""
+    gpu = gpu_of(None, None)
+    covered = traits_of_all(planned(pair, gpu), gpu)
+    g = random.Random(SEED)
+    variants = every_kernel.variants(pair)
+    for _ in range(3000):
+        step = g.choice([1, 2, 8, 16, 64])
+        cols = max(round(2 ** g.uniform(0, 18)) // step * step, step)
+        call = replace(g.choice(variants), cols=cols, rows=round(2 ** g.uniform(0, 20)))
+        missed = traits_of(call, gpu)[0] - covered
+        assert not missed, f"{call} (FUSED_OP_SEED={SEED})"
+
+
+@needs_cuda_build
+def test_the_list(pair):
+    """Catches a list that grows until nobody runs it, repeats itself, or lacks an option."""
+    calls = planned(pair, gpu_of(None, None))
+    assert 300 < len(calls) == len(set(calls)) < 900
+    assert sum(call.rows * call.cols for call in calls) < 3 * 2**29
+    assert {call.op for call in calls} == {"layer_norm", "rms_norm"}
+    for name in ("residual", "out_dtype"):
+        assert {getattr(call, name) for call in calls} == {
+            getattr(call, name) for call in every_kernel.variants(pair)
+        }
+    for name in ("dropout", "memory_efficient", "misaligned"):
+        assert {getattr(call, name) for call in calls} == {False, True}
+
+
+@needs_cuda_build
+def test_every_kernel_that_there_is():
+    """Catches a kernel of csrc/cuda that no call of a pair comes to, and one of the core table."""
+    gpu = gpu_of(None, None)
+    pair = PAIRS[3]
+    assert str(pair) == "bf16-bf16"
+    covered = traits_of_all(planned(pair, gpu), gpu)
+    assert {trait.kernel for trait in covered} == {
+        *(f"forward_{form}kernel" for form in ("", "flat_", "cluster_", "in_turn_", "streamed_")),
+        *(f"backward_{form}kernel" for form in ("", "few_", "row_sums_", "columns_", "cluster_")),
+        "add_partials_kernel",
+    }
+    # The last argument of a tile says whether it is in the core table.
+    core = Counter(t.kernel for t in covered if t.kind == "tile" and t.values[-1] == "true")
+    assert core == {"forward_kernel": 12, "backward_kernel": 5}
+
+
+def test_traits():
+    """Catches a name that is taken apart wrongly, so that all kernels seem to be one."""
+    op = "fused_op::cuda::ForwardOp<fused_op::LayerNorm, fused_op::Plain<float, false>, "
+    op += "fused_op::Affine<float, fused_op::BFloat16, false>, fused_op::cuda::Vectors>"
+    tile = "fused_op::cuda::ForwardTile<4, 32, 3, 2, false, 512, 2, 300, false>"
+    found = traits(f"fused_op::cuda::forward_kernel<{op}, {tile}>", 300)
+    plain = "fused_op::LayerNorm, fused_op::Plain<T, false>, fused_op::Affine<T, T, false>, "
+    assert found == {
+        Trait("tile", "forward_kernel", ("Vectors", "4", "32", "3", "2", "false", "false")),
+        Trait("op", "forward_kernel", (plain + "fused_op::cuda::Vectors", "warp")),
+        Trait("types", "forward_kernel", ("float", "float", "fused_op::BFloat16")),
+    }
+    assert traits("fused_op::cuda::add_partials_kernel<float, double>", 300) == {
+        Trait("types", "add_partials_kernel", ("float, double",))
+    }
+
+
+@needs_cuda_build
+def test_portable_clusters():
     """Catches an option that leaves nothing out, so that the tool crashes, or too much."""
-    left_out = sum(1 for _ in every_kernel.calls(pair)) - sum(
-        1 for _ in every_kernel.calls(pair, portable=True)
-    )
-    assert 0 < left_out < 70
+    pair, gpu = PAIRS[3], gpu_of(None, 90)
+    calls = planned(pair, gpu, portable=True)
+    assert max(traits_of(call, gpu)[1] for call in planned(pair, gpu)) > 8
+    assert max(traits_of(call, gpu)[1] for call in calls) in range(2, 9)
+    missed = traits_of_all(planned(pair, gpu), gpu) - traits_of_all(calls, gpu)
+    assert {trait.values for trait in missed if trait.kind == "cluster"} == {("large",)}
+    assert {trait.kernel for trait in missed} == {t.kernel for t in missed if t.kind == "cluster"}
+    assert len(missed) < 10
 
 
 @pytest.mark.skipif("cuda" not in DEVICES, reason="needs a GPU")
 def test_script(capsys):
-    """Catches a script that fails or skips calls; one dtype, with both dtypes of its parameters."""
-    every_kernel.main(["--dtype", "bfloat16"])
+    """Catches a script that fails, skips calls, or whose calls are not those of the plans."""
+    every_kernel.main(["--dtype", "float64", "--share", "1/4"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 and int(lines[0].split()[1]) > 90
+    every_kernel.main(["--dtype", "bfloat16", "--share", "3/16"])
     calls = [int(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
-    plain = len(every_kernel.cases(next(p for p in PAIRS if p.rows == torch.bfloat16)))
-    with_options = 4 * len(every_kernel.SHAPES)  # at least one option of each op, at two shifts
-    assert len(calls) == 2 and calls[0] > plain + with_options and calls[1] == 2 * calls[0]
+    assert len(calls) == 2 and calls[0] > 40 and calls[1] > 2 * 40
 
 
 @pytest.fixture
@@ -74,7 +150,7 @@ def test_sanitize_gpu(sanitizer, capsys, tmp_path):
     assert len(lines) == total == len(list((tmp_path / "logs").iterdir()))
     assert {line.split()[0] for line in lines} == {"0", "1"}
     assert all(line.split()[1] == "1" and "--error-exitcode 1" in line for line in lines)
-    assert "racecheck: 160 calls in 16 processes, 0 failed" in capsys.readouterr().out
+    assert "racecheck: 480 calls in 48 processes, 0 failed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("status", [0, 1])

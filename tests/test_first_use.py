@@ -104,6 +104,54 @@ def test_cache_that_cannot_be_written(tmp_path):
 
 
 def test_without_a_compiler(tmp_path):
-    """What is not in the core table is still computed."""
-    run("check(*call())", FUSED_OP_CACHE_DIR=str(tmp_path), FUSED_OP_JIT="0")
+    """What is not in the core table is still computed, after one warning; what is, without one."""
+    program = """
+        import warnings
+        warnings.simplefilter("error")
+        leaf = x[:, :1024].contiguous().requires_grad_()
+        fused_op.fused_layer_norm(leaf, w[:1024], b[:1024]).sum().backward()
+        warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True) as caught:
+            check(*call())
+            check(*call())
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results = call()
+            graph.replay()
+            check(*results)
+        told = [str(w.message) for w in caught if "kernel cannot be had" in str(w.message)]
+        assert len(told) == 1 and "FUSED_OP_JIT is 0" in told[0], told
+    """
+    run(program, FUSED_OP_CACHE_DIR=str(tmp_path), FUSED_OP_JIT="0")
     assert not list(tmp_path.glob("*.kernel"))
+
+
+def test_many_widths(tmp_path):
+    """Catches a process that compiles for every width for ever, and kernels of any width that give
+    other bits than those of one."""
+    some = """
+        import hashlib
+        bits = hashlib.sha256()
+        for cols in (72, 301, 1160, 2050, 5000):
+            for dtype in (torch.bfloat16, torch.float32):
+                g = torch.Generator("cuda").manual_seed(cols)
+                x, dy = torch.randn(2, 700, cols, device="cuda", generator=g).to(dtype)
+                leaves = [x, *torch.randn(2, cols, device="cuda", generator=g).to(dtype)]
+                y = fused_op.fused_layer_norm(*[t.requires_grad_() for t in leaves])
+                for result in y, *torch.autograd.grad(y, leaves, dy):
+                    found = result.detach().contiguous().view(torch.uint8)
+                    bits.update(found.cpu().numpy().tobytes())
+        print(bits.hexdigest())
+    """
+    many = """
+        for cols in range(1025, 1225):
+            fused_op.fused_rms_norm(torch.ones(3, cols, device="cuda"))
+    """
+    caches = [tmp_path / name for name in ("few", "many")]
+    programs = [some, textwrap.dedent(many) + textwrap.dedent(some)]
+    few, after_many = (
+        run(program, FUSED_OP_CACHE_DIR=str(cache), FUSED_OP_JIT="require")
+        for program, cache in zip(programs, caches, strict=True)
+    )
+    assert after_many == few
+    assert 128 <= len(list(caches[1].glob("*.kernel"))) < 190

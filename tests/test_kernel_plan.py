@@ -22,11 +22,10 @@ from fused_op.__main__ import main
 from fused_op._machine_code import facts_of
 from tests.toy_kernel import HEADERS, KERNEL, needs_nvrtc
 
-needs_cuda_build = pytest.mark.skipif(
-    not fused_op.build_info()["cuda"], reason="a build without CUDA"
-)
+HAS_CORE_TABLE = bool(fused_op.build_info()["cuda_archs"])
+needs_core_table = pytest.mark.skipif(not HAS_CORE_TABLE, reason="a build without nvcc")
 PLAN = "plan --rows 4096 --arch 9.0 --sms 132 --op"
-# No tile of the core table: few rows, many, backward with its partial sums.
+# No kernel of the core table, but for that of the partial sums.
 NEEDS_KERNELS = {
     f"{PLAN} layer_norm --cols 1152 --dtype bf16": 1,
     f"{PLAN} layer_norm --cols 768 --dtype bf16 --out-dtype f32": 1,
@@ -49,10 +48,11 @@ def run(command: str, capsys, status: int = 0) -> str:
     return capsys.readouterr().out
 
 
-def in_process(command: str, first: Path | None = None, **environment: str) -> str:
-    """The output of a command, with what is imported from a folder first."""
+def in_process(*commands: str, first: Path | None = None, **environment: str) -> str:
+    """The output of commands, with what is imported from a folder first."""
     code = f"import sys, torch; sys.path.insert(0, {str(first)!r})\n" if first else "import sys\n"
-    code += f"from fused_op.__main__ import main\nsys.exit(main({command.split()}))"
+    code += "from fused_op.__main__ import main\n"
+    code += f"sys.exit(any([main(command.split()) for command in {commands}]))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -64,18 +64,35 @@ def in_process(command: str, first: Path | None = None, **environment: str) -> s
     return done.stdout
 
 
-@needs_cuda_build
+@needs_core_table
 @pytest.mark.parametrize(
     "call",
     [
         "layer_norm --cols 768 --dtype bf16",
         "rms_norm --cols 4096 --dtype f16 --param-dtype f32 --residual",
-        "layer_norm --cols 1152 --dtype bf16 --backward",  # has no option
-        "layer_norm --cols 100000 --dtype f32",  # does not fit into a CTA
+        "layer_norm --cols 1024 --dtype f32 --backward",
+        "rms_norm --cols 64 --dtype bf16 --param-dtype f32 --backward",
     ],
 )
-def test_kernels_of_the_extension(call, capsys):
-    assert run(f"{PLAN} {call}", capsys).endswith("\nkernel  compiled with the extension\n")
+def test_kernels_of_the_extension(call):
+    """Catches a common call that needs a compiler."""
+    output = in_process(f"{PLAN} {call}", FUSED_OP_JIT="0")
+    kernels = 2 if "backward" in call else 1
+    assert output.count("\nkernel  ") == kernels and "PyTorch's operations" not in output
+    assert output.count("\ncode    compiled with the extension\n") == kernels
+    assert re.search(r"^        core +1$", output, re.MULTILINE)
+    assert re.search(r"^        width +0$", output, re.MULTILINE)
+
+
+@needs_nvrtc
+def test_long_rows(capsys):
+    """Catches a plan of long rows without a kernel that its launch may take."""
+    output = run(f"{PLAN} layer_norm --cols 100000 --dtype f32", capsys)
+    assert re.findall(r"::(\w+)_kernel<", output) == ["forward_in_turn"]
+    output = run(f"{PLAN} layer_norm --cols 100000 --dtype f32 --backward", capsys)
+    names = ["backward_cluster", "backward_row_sums", "backward_columns", "add_partials"]
+    assert re.findall(r"::(\w+)_kernel<", output) == names
+    assert output.count("\ntakes   ") == len(names)
 
 
 @needs_nvrtc
@@ -93,9 +110,14 @@ def test_plan(command, capsys, cache):
     for source, name, registers in zip(sources, names, taken, strict=True):
         _, _, log = fused_op_cuda._compile(source, name, 90)
         assert f"Used {registers} registers" in log
-    assert output.count("compiled now") == len(names) == len(list(cache.glob("*.kernel")))
+    extension = output.count("compiled with the extension; by NVRTC it\n")
+    assert extension == HAS_CORE_TABLE * names.count(
+        "fused_op::cuda::add_partials_kernel<fused_op::BFloat16, float>"
+    )
+    assert output.count("compiled now") == len(names) - extension
+    assert len(list(cache.glob("*.kernel"))) == len(names)
     again = run(command, capsys)
-    assert again.count("from the cache") == len(names) and "compiled now" not in again
+    assert again.count("from the cache") == len(names) - extension and "compiled now" not in again
 
 
 @needs_nvrtc
@@ -103,7 +125,8 @@ def test_no_code(capsys):
     """Where nothing can be compiled, the report says why, and what takes the call."""
     output = in_process(next(iter(NEEDS_KERNELS)), FUSED_OP_JIT="0")
     assert "\ncode    none: FUSED_OP_JIT is 0, and the package does not have the kernel" in output
-    assert output.endswith("The extension's own kernels take the call.\n")
+    last = "PyTorch's operations take the call, after a warning; FUSED_OP_JIT=require: an error\n"
+    assert output.endswith(last)
     output = run(next(iter(NEEDS_KERNELS)).replace("9.0", "1.3"), capsys)
     assert re.search("code    none: NVRTC .* has no target for compute capability 1.3", output)
 
@@ -199,30 +222,49 @@ def test_compiled_beforehand(tmp_path, capsys, cache):
     output = run(f"compile {arguments} --out-dtype f32 --folder {folder}", capsys)
     first, *lines, last = output.splitlines()
     assert first.endswith(f"into {folder}")
+    own = [
+        line
+        for line in lines
+        if line.endswith(": add_partials_kernel is compiled with the extension")
+    ]
+    assert len(own) == HAS_CORE_TABLE
+    lines = [line for line in lines if line not in own]
     assert last == f"{len(lines)} kernels" and len(lines) == len(list(folder.iterdir()))
     assert len(set(lines)) == len(lines)
-    for kernel, count in ("forward_kernel", 8), ("backward_kernel", 4), ("add_partials_kernel", 1):
-        assert sum(line.endswith(f": {kernel}") for line in lines) == count
+    for kernel, count in ("forward_kernel", 8), ("backward_few_kernel", 4), ("backward_kernel", 6):
+        assert sum(line.endswith(f": {kernel}") for line in lines) == count, kernel
     assert not cache.exists()
 
     module = Path(fused_op_cuda.__file__)
     (installed / module.name).symlink_to(module)
-    for rows in (1, 300_000):
-        for options in "--op layer_norm", "--op rms_norm --residual bf16":
-            for backward in "", " --backward":
-                command = f"plan --rows {rows} --cols 144 --dtype bf16 --out-dtype f32 --arch 9.0"
-                found = in_process(f"{command} {options}{backward}", installed, FUSED_OP_JIT="0")
-                assert found.count("\nkernel  ") == found.count(
-                    "code    installed with the package"
-                )
-                assert "\nkernel  fused_op::cuda::" in found
+    commands = [
+        f"plan --rows {rows} --cols {cols} --dtype bf16 --out-dtype f32 --arch 9.0 --op {options}"
+        for rows in (1, 300, 3000, 40_000, 300_000)  # some of each way to take them
+        for cols in (144, 1152)
+        for op in ("layer_norm", "rms_norm --residual bf16")
+        for options in (op, f"{op} --backward")
+    ]
+    found = in_process(*commands, first=installed, FUSED_OP_JIT="0")
+    counts = [
+        found.count(f"\n{line}")
+        for line in ("kernel  ", "code    installed with", "code    compiled with the extension")
+    ]
+    assert counts[0] == counts[1] + counts[2], found
+    assert counts[1] == (len(commands) if HAS_CORE_TABLE else counts[0]), found
 
 
-@needs_cuda_build
+@needs_core_table
+@needs_nvrtc
 def test_what_the_extension_has_is_not_compiled(capsys, tmp_path):
-    output = run(f"compile --cols 768 --dtype bf16 --op rms_norm --folder {tmp_path}", capsys)
-    assert output.count(": compiled with the extension\n") == 4
-    assert output.endswith("\n0 kernels\n") and not list(tmp_path.glob("*.kernel"))
+    output = run(f"compile --cols 1024 --dtype bf16 --op rms_norm --folder {tmp_path}", capsys)
+    extension = re.findall(r": (\w+) is compiled with the extension\n", output)
+    assert sorted(extension) == [
+        *["add_partials_kernel", "backward_kernel", "backward_kernel"],
+        *["forward_kernel", "forward_kernel"],
+    ]
+    # But for few rows in backward.
+    assert re.findall(r" s .*: (\w+)\n", output) == ["backward_few_kernel"]
+    assert output.endswith("\n1 kernels\n") and len(list(tmp_path.glob("*.kernel"))) == 1
 
 
 @needs_nvrtc

@@ -25,7 +25,7 @@ TESTS = {  # name: what it catches
     "out_of_memory_is_tried_again": "a kernel that is lost since memory was short once",
     "package": "the compiler where the package has the kernel, or a package that ends a search",
     "package_alone": "FUSED_OP_JIT=0 with a compiler, or without a reason",
-    "required": "FUSED_OP_JIT=require that goes on without the kernel",
+    "built_in": "a compilation of what the extension contains, or none for another GPU",
     "unknown_value": "a value of FUSED_OP_JIT that is taken for another",
     "no_driver": "a call of a function that the driver does not have",
     "attributes": "a launch without the attribute, or a question to the driver at each launch",
@@ -34,27 +34,25 @@ TESTS = {  # name: what it catches
     "fork": "a lock that is held in the parent at the fork, and so in the child for ever",
     "speed": "nothing: it prints the time of a look-up",
 }
-JIT = {"package_alone": "0", "required": "require", "unknown_value": "yes"}
+JIT = {"package_alone": "0", "unknown_value": "yes"}
 
 
-def cuda_include() -> Path | None:
-    """A folder with cuda.h: of the toolkit, or of the wheels of torch."""
+def cuda_includes() -> list[Path]:
+    """Folders with CUDA's headers: of the toolkit, or of wheels."""
     home = build_backend.find_cuda_home()
-    wheels = Path(torch.__file__).parents[1].glob("nvidia/*/include")
-    for folder in [*([home / "include"] if home else []), *wheels]:
-        if folder.joinpath("cuda.h").exists():
-            return folder
-    return None
+    if home and home.joinpath("include", "cuda.h").exists():
+        return [home / "include"]
+    return build_backend.find_cuda_headers((torch.version.cuda or "13").split(".")[0])
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    include = cuda_include()
-    if COMPILER is None or include is None:
+    includes = cuda_includes()
+    if COMPILER is None or not includes:
         pytest.skip("no C++ compiler, or no cuda.h")
     folder = tmp_path_factory.mktemp("program")
     flags = [COMPILER, "-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread"]
-    flags += [f"-I{ROOT / 'csrc'}", f"-isystem{include}"]
+    flags += [f"-I{ROOT / 'csrc'}", *(f"-isystem{include}" for include in includes)]
     for name, macro in (("driver", "-DNEW_DRIVER"), ("old_driver", "-DOLD_DRIVER")):
         (folder / name).mkdir()
         fake = ["-shared", "-fPIC", macro, str(ROOT / "tests" / "fake_cuda.cpp")]

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import profile
 
-NAME = "void fused_op::cuda::norm_{}_kernel<float, fused_op::LayerNorm>(fused_op::NormForwardArgs)"
+NAME = "void fused_op::cuda::{}_kernel<float, fused_op::LayerNorm>(fused_op::NormForwardArgs)"
 
 
 def log_of(*kernels: tuple[str, dict[str, str]]) -> str:
@@ -36,9 +36,9 @@ def test_each_kernel_gets_its_shape() -> None:
         (9, "backward"),
     ]
     assert [row["kernel"].partition("_kernel")[0] for row in found] == [
-        "norm_forward",
-        "norm_backward",
-        "norm_backward_few",
+        "forward",
+        "backward",
+        "backward_few",
     ]
 
 
@@ -54,7 +54,7 @@ def test_table() -> None:
     shape = ["rms_norm", "float32", "4", "8", "forward"]
     (row,) = profile.kernels(log_of(("forward", values)), [shape])
     text = profile.table([row])
-    assert "| rms_norm forward float32 4x8 | norm_forward | 2.00 | 2.5 |" in text
+    assert "| rms_norm forward float32 4x8 | forward | 2.00 | 2.5 |" in text
     assert "| a barrier 3.2, " in text
 
 

@@ -71,8 +71,9 @@ def assert_near(found, truth):
 def test_it_computes(cols, rows, dtypes, centred):
     g = torch.Generator("cuda").manual_seed(0)
     x_dtype, dtype, out_dtype = DTYPES[dtypes]
-    x, dy = torch.randn(2, rows, cols, device="cuda", generator=g)
-    weight, bias = torch.randn(2, cols, device="cuda", generator=g).to(dtype)
+    # Each a tensor of its own: the plan has them begin where vectors may.
+    x, dy = (torch.randn(rows, cols, device="cuda", generator=g) for _ in range(2))
+    weight, bias = (torch.randn(cols, device="cuda", generator=g).to(dtype) for _ in range(2))
     x, dy = x.to(x_dtype), dy.to(out_dtype)
     leaves = [t.to(F64).requires_grad_() for t in (x, weight, bias)][: 3 if centred else 2]
     truth = right(centred, *leaves, *[None] * (3 - len(leaves)))

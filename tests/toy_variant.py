@@ -86,7 +86,7 @@ def plan(
         ),
     }
     toys = []
-    for header, name in kernels:
+    for header, name, _ in kernels:
         for old, new in ours.items():
             assert "partials" in header or old in name, (old, name)
             name = name.replace(old, new)

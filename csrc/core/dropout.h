@@ -131,7 +131,7 @@ struct DropoutPacks {
       draw(i);
     }
     std::uint32_t (&words)[4] = random[i % 2];
-    const int within = (col + i * step) % kMaskCols;
+    const int within = (col + i * step) & (kMaskCols - 1);  // also past 2^31, where `col` wraps
     if (N < 8 && within >= 4) {
       words[0] = words[2];
       words[1] = words[3];

@@ -33,13 +33,10 @@ struct Rows {
   DType dtype = DType::kFloat32;
 };
 
-// The dtype pairs (dtype, param_dtype) that have kernels of their own: (f16,f16) (f16,f32)
-// (bf16,bf16) (bf16,f32) (f32,f32) (f64,f64). Whatever differs from them, or drops elements,
-// is_flexible(): on the GPU it has a kernel compiled at first use (cuda/plan.h), or else one that
-// decides at run time, as on the CPU. f64 stands beside f64 alone.
-// Statistics are f32 (f64 for f64). On the GPU, parameters and what is written begin at a multiple
-// of 16 bytes. Rows to read begin at any multiple of the element size; split ones on the GPU are
-// whole vectors of 16 bytes, no longer than kMaxSplitBytes, and have no residual.
+// Each tensor has a dtype of its own; f64 stands beside f64 alone. Statistics are f32 (f64 for
+// f64). On the GPU, parameters and what is written begin at a multiple of 16 bytes. Rows to read
+// begin at any multiple of the element size; split ones on the GPU are whole vectors of 16 bytes,
+// no longer than kMaxSplitBytes, and have no residual.
 struct NormForwardArgs {
   NormKind kind = NormKind::kLayerNorm;
   DType dtype = DType::kFloat32;        // of what is normalised: the input, or the sum
@@ -81,6 +78,7 @@ struct NormBackwardArgs {
   bool drops_input = false;
 };
 
+// Parameters that the GPU's core table and the CPU's plain loops take beside rows of `dtype`.
 inline bool is_tuned_pair(DType dtype, DType param_dtype) {
   return param_dtype == dtype || (param_dtype == DType::kFloat32 && size_of(dtype) == 2);
 }
@@ -94,25 +92,14 @@ inline bool has_one_dtype(const NormForwardArgs& args) {
 inline bool has_one_dtype(const NormBackwardArgs& args) {
   return args.grad_output.dtype == args.dtype &&
          (args.grad_input.data == nullptr || args.grad_input.dtype == args.dtype) &&
-         (args.grad_residual.data == nullptr ||  // else dropout alone tells the two gradients apart
-          (args.grad_residual.dtype == args.dtype && args.dropout.active && args.drops_input)) &&
-         is_tuned_pair(args.dtype, args.param_dtype) && !args.x_is_output;
+         args.grad_residual.data == nullptr && is_tuned_pair(args.dtype, args.param_dtype) &&
+         !args.x_is_output;
 }
 
+// On the CPU: whether a call takes the loops that convert every tensor (cpu/flexible_rows.h).
 template <typename Args>
 bool is_flexible(const Args& args) {
   return args.dropout.active || !has_one_dtype(args);
-}
-
-// Backward of dropout, before a residual was added, of rows of one dtype that are whole vectors:
-// the GPU has kernels for that. The op layer sees to it that such rows lie at multiples of a
-// vector.
-inline bool is_vector_dropout(DType dtype, std::int64_t cols) {
-  return dtype != DType::kFloat64 && cols * size_of(dtype) % kVectorBytes == 0;
-}
-inline bool is_vector_dropout(const NormBackwardArgs& args) {
-  return args.dropout.active && args.drops_input && has_one_dtype(args) &&
-         is_vector_dropout(args.dtype, args.cols);
 }
 
 }  // namespace fused_op

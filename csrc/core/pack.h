@@ -1,18 +1,13 @@
-// A few neighbouring elements of a row, as they lie in memory, and their way to and from
-// accumulator precision. How packs are read and written is an access policy: ByteAccess here takes
-// any address (the CPU's only one), cuda/row_access.cuh has the GPU's. Torch-free.
+// A pack: a few neighbouring elements of a row, as they lie in memory. For the CPU also how packs
+// are read and written, and their way to and from accumulator precision; the GPU's is in
+// cuda/access.cuh and core/convert.h. Torch-free.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #ifdef __CUDACC__
-#ifndef __CUDACC_RTC__
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#endif
 #define FUSED_OP_HD __host__ __device__ __forceinline__
 #else
 #define FUSED_OP_HD inline
@@ -44,11 +39,9 @@ constexpr int kVectorBytes = 16;  // the widest load of one GPU thread
 template <typename T>
 constexpr int kVector = kVectorBytes / static_cast<int>(sizeof(T));
 
-// Held as 32-bit words, as they arrive: a pack of 16-bit values that two branches fill would be
-// taken apart and put together again at every turn. Words, and an access policy in place of those
-// branches, took the forward of 131072x1024 bf16 from 194 to 130 us (H200). float parameters beside
-// 16-bit elements make packs of 32 bytes: two vector instructions.
-// A single 16-bit element is the lower half of its word.
+// Held as 32-bit words, as they arrive: the GPU's compiler takes packs of 16-bit values apart and
+// puts them together again where branches meet. float parameters beside 16-bit elements make packs
+// of 32 bytes: two vector instructions. A single 16-bit element is the lower half of its word.
 template <typename T, int N>
 struct alignas(sizeof(T) * N < 4              ? 4
                : sizeof(T) * N < kVectorBytes ? sizeof(T) * N
@@ -63,10 +56,8 @@ FUSED_OP_HD Pack<T, N> as_pack(const T (&values)[N]) {
   return pack;
 }
 
-// Access policies have load, clip and store_row: a pack begins at column `col` of a row `width`
-// columns wide. Elements past the row's end load as anything until clip() makes them zero (the
-// GPU's clip_to() another value), and are not stored. store_row takes several packs, each `kLanes`
-// packs after the one before.
+// Reads and writes packs at any address. A pack begins at column `col` of a row that is `width`
+// columns wide; elements past the row's end load as `absent`, and are not stored.
 struct ByteAccess {
   template <int N, typename T>
   FUSED_OP_HD static Pack<T, N> load(const T* row, std::int64_t col, std::int64_t width,
@@ -86,9 +77,6 @@ struct ByteAccess {
     return as_pack(values);
   }
 
-  template <typename T, int N, typename Col>
-  FUSED_OP_HD static void clip(Col, Pack<T, N>&) {}  // they loaded as zero
-
   // Parameters that may be absent: null means `absent` everywhere.
   template <int N, typename T>
   FUSED_OP_HD static Pack<T, N> load_or(const T* row, std::int64_t col, std::int64_t width,
@@ -104,13 +92,6 @@ struct ByteAccess {
       memcpy(row + col, pack.words, static_cast<std::size_t>(valid) * sizeof(T));
     }
   }
-  template <int kLanes, typename T, int N, int kVectors>
-  FUSED_OP_HD static void store_row(T* row, std::int64_t col, std::int64_t width,
-                                    const Pack<T, N> (&packs)[kVectors]) {
-    for (int i = 0; i < kVectors; ++i) {
-      store(row, col + i * kLanes * N, width, packs[i]);
-    }
-  }
 };
 
 // Elements to accumulator precision, exactly.
@@ -123,65 +104,14 @@ FUSED_OP_HD void unpack(const Pack<T, N>& pack, Accumulator<T> (&values)[N]) {
   }
 }
 
-#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-// Two 16-bit elements in one instruction.
-template <typename T>
-FUSED_OP_HD std::uint32_t word_from(float low, float high) {
-  std::uint32_t word;
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    memcpy(&word, &pair, sizeof(word));
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    memcpy(&word, &pair, sizeof(word));
-  }
-  return word;
-}
-#endif
-
 // Back to elements: the one rounding.
 template <typename T, int N>
 FUSED_OP_HD Pack<T, N> pack_from(const Accumulator<T> (&values)[N]) {
-#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-  if constexpr (sizeof(T) == 2) {
-    Pack<T, N> pack;
-    for (int j = 0; j < N / 2; ++j) {
-      pack.words[j] = word_from<T>(values[2 * j], values[2 * j + 1]);
-    }
-    return pack;
-  } else
-#endif
-  {
-    T elements[N];
-    for (int j = 0; j < N; ++j) {
-      elements[j] = static_cast<T>(values[j]);
-    }
-    return as_pack(elements);
+  T elements[N];
+  for (int j = 0; j < N; ++j) {
+    elements[j] = static_cast<T>(values[j]);
   }
+  return as_pack(elements);
 }
-
-#if defined(__CUDACC__) && !defined(__CUDACC_RTC__)
-// Pairs of 16-bit elements convert in one or two instructions on a 32-bit word; one element at a
-// time costs about twice the instructions, which bounds a kernel at this memory speed.
-template <int N>
-FUSED_OP_HD void unpack(const Pack<__nv_bfloat16, N>& pack, float (&values)[N]) {
-  for (int j = 0; j < N / 2; ++j) {
-    const std::uint32_t low = pack.words[j] << 16;
-    const std::uint32_t high = pack.words[j] & 0xffff0000u;
-    memcpy(&values[2 * j], &low, sizeof(float));
-    memcpy(&values[2 * j + 1], &high, sizeof(float));
-  }
-}
-template <int N>
-FUSED_OP_HD void unpack(const Pack<__half, N>& pack, float (&values)[N]) {
-  for (int j = 0; j < N / 2; ++j) {
-    __half2 pair;
-    memcpy(&pair, &pack.words[j], sizeof(pair));
-    const float2 both = __half22float2(pair);
-    values[2 * j] = both.x;
-    values[2 * j + 1] = both.y;
-  }
-}
-#endif
 
 }  // namespace fused_op

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "core/dispatch.h"
+#include "cpu/dispatch.h"
 #include "cpu/flexible_rows.h"
 #include "cpu/rows.h"
 

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "core/dispatch.h"
+#include "cpu/dispatch.h"
 
 namespace fused_op::cpu {
 
@@ -78,12 +78,8 @@ void forward_row(const NormForwardArgs& args, std::int64_t row) {
   using T = typename Source::Element;
   using A = Accumulator<T>;
   const Source source(args, row);
-  for_each_pack(0, args.cols, [&](std::int64_t col, int) {
-    using Fetched = typename Source::template Fetched<kLanes>;
-    const Fetched fetched[1] = {source.template fetch<ByteAccess, kLanes>(col, args.cols)};
-    Pack<T, kLanes> finished[1];
-    source.template finish<ByteAccess, 1>(fetched, finished, col, args.cols);
-  });
+  for_each_pack(0, args.cols,
+                [&](std::int64_t col, int) { source.template finish<kLanes>(col, args.cols); });
   const T* values = source.row();
 
   A scale = A(1);
@@ -169,7 +165,7 @@ void backward_row(const NormBackwardArgs& args, std::int64_t row,
     for (int j = 0; j < kLanes; ++j) {
       xhat[j] = pullback(wdy[j], xhat[j]);
     }
-    if (Source::kGradStreams == 3) {
+    if (Source::kAdds) {
       unpack(ByteAccess::load<kLanes>(row_of<T>(args.grad_sum, row), col, args.cols), dy);
       for (int j = 0; j < kLanes; ++j) {
         xhat[j] += dy[j];

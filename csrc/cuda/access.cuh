@@ -4,6 +4,7 @@
 // address: both give the same bits. Device code; torch-free.
 #pragma once
 
+#include "core/convert.h"
 #include "core/pack.h"
 #include "cuda/dependent_launch.cuh"
 #include "cuda/memory.cuh"
@@ -138,8 +139,8 @@ struct Vectors {
     }
   }
   // Columns `col` on of a parameter, which begins at a multiple of 16 bytes; null means `absent`.
-  template <typename W, int N>
-  __device__ __forceinline__ static Pack<W, N> parameter(const void* from, int col, bool inside,
+  template <typename W, int N, typename Col>
+  __device__ __forceinline__ static Pack<W, N> parameter(const void* from, Col col, bool inside,
                                                          float absent) {
     Pack<W, N> pack = pack_of<W, N>(absent);
     load_bytes_if<sizeof(W) * N, false>(from != nullptr && inside,
@@ -221,8 +222,8 @@ struct Words {
       store_words<true>(lane, to, first, packs);
     }
   }
-  template <typename W, int N>
-  __device__ __forceinline__ static Pack<W, N> parameter(const void* from, int col, bool inside,
+  template <typename W, int N, typename Col>
+  __device__ __forceinline__ static Pack<W, N> parameter(const void* from, Col col, bool inside,
                                                          float absent) {
     return Vectors::parameter<W, N>(from, col, inside, absent);
   }

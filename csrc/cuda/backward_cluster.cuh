@@ -1,157 +1,238 @@
-// The backward of rows too long for one CTA, in one pass (sm_90): a cluster takes a row, each CTA
-// the columns of one of its pieces, and x and dy are read once, through shared memory. While the
-// sums of a row are on their way through the cluster, the CTAs take those of the next one. The sums
-// are those of backward_long.cuh, in the same order. H200, bf16, share of the limit there and here,
-// LayerNorm and RmsNorm: 0.53 0.54, 0.88 0.89 at 4096x32768; 0.53 0.54, 0.82 0.89 at 2048x65536;
-// 0.53 0.53, 0.79 0.88 at 1024x131072; 0.49 0.51, 0.71 0.79 at 512x262144, where clusters of 4, 8
-// and 16 CTAs leave 12, 12 and 20 of the 132 multiprocessors without one. Included by launch_*.cu
-// only; torch-free.
+// The backward of many rows too long for a CTA, in one pass (sm_90): a cluster takes a row, each
+// CTA one of its pieces, and x and dy are read once, through shared memory. While the sums of a row
+// are on their way through the cluster, the CTAs take those of the next one. The sums are those of
+// backward_columns.cuh, in the same order. Rows move by vectors, and no gradient arrives through a
+// sum. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
-#include <cuda_pipeline_primitives.h>
+#include <type_traits>
 
-#include "core/norm_args.h"
-#include "core/row_source.h"
-#include "cuda/backward.cuh"
-#include "cuda/backward_long.cuh"
+#include "cuda/backward_columns.cuh"
 #include "cuda/cluster_exchange.cuh"
-#include "cuda/dependent_launch.cuh"
-#include "cuda/row_access.cuh"
-#include "cuda/row_sum.cuh"
-#include "cuda/row_tile.h"
+#include "cuda/staged_rows.cuh"
 
 namespace fused_op::cuda {
 
-// Shared memory: the rows in flight, the weight, then what the CTAs tell each other.
-template <typename W, typename T>
-struct ClusterRows {
-  static constexpr int N = kVector<T>;
-  static constexpr int kVectors = kPieceVectors / kMaxRowThreads;  // of a thread
-  static constexpr int kStreamBytes = kPieceVectors * kVectorBytes;
-  static constexpr int kWeightBytes = kPieceVectors * N * static_cast<int>(sizeof(W));
-  static constexpr int kStages = kWeightBytes > kStreamBytes ? 2 : 3;  // what there is room for
-  static constexpr int kSharedBytes = kStages * 2 * kStreamBytes + kWeightBytes;
+#if __CUDA_ARCH__ >= 900
+
+// What a thread does with its units of one row after the other.
+template <typename Op, typename Tile>
+class ClusterRows {
+  using Norm = typename Op::Norm;
+  using A = typename Op::A;
+  using W = typename Op::Epilogue::Parameter;
+  static constexpr int N = Tile::kPack;
+  static constexpr int kStages = Tile::kStages;
+  template <int kStream>
+  using Element = std::conditional_t<kStream == 0, typename Op::X, typename Op::GradOutput>;
+  template <int kStream>
+  static constexpr int kPackBytes = N * static_cast<int>(sizeof(Element<kStream>));
+  template <int kStream>
+  static constexpr int kStep = kPieceThreads * kPackBytes<kStream>;  // from a unit to the next
+  static constexpr int kStageBytes = kPieceUnits * (kStep<0> + kStep<1>);
+  using Parameters = LaneParameters<ParametersOf<Op, N>, Tile>;
+
+ public:
+  // shared: kStages rows in flight, then the parameters.
+  __device__ __forceinline__ ClusterRows(const NormBackwardArgs& args, std::uint32_t shared,
+                                         int rank, int ctas)
+      : args_(args),
+        thread_(static_cast<int>(threadIdx.x)),
+        first_col_((rank * kPieceThreads + thread_) * N),
+        step_(ctas * kPieceThreads * N),
+        shared_(shared),
+        parameters_(shared + kStages * kStageBytes, thread_) {}
+
+  __device__ __forceinline__ void begin() {
+#pragma unroll
+    for (int i = 0; i < kPieceUnits; ++i) {
+      parameters_.put(i, Op::Epilogue::template load<Norm, Vectors, N>(args_, col(i), inside(i)));
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        totals_[i].weight[j] = 0;
+        totals_[i].bias[j] = 0;
+      }
+    }
+  }
+
+  // Starts to copy a row.
+  __device__ __forceinline__ void copy(std::int64_t row, int stage) const {
+    if (row < args_.rows) {
+      copy_stream<0>(args_.x, row, stage);
+      copy_stream<1>(args_.grad_output, row, stage);
+    }
+    end_copy_group();  // an empty one too: the count of groups is the count of rows
+  }
+
+  // What this thread has of the row's sums. Adds its terms of the parameters' gradients.
+  __device__ __forceinline__ PullbackSums<A> sums(std::int64_t row, int stage,
+                                                  const Normalizer<A>& normalizer) {
+    const typename Op::Epilogue epilogue(args_, row);
+    PullbackSums<A> sums{A(0), A(0)};
+#pragma unroll
+    for (int i = 0; i < kPieceUnits; ++i) {
+      if (inside(i)) {
+        A xhat[N], grad[N];
+        expand_unit(epilogue, stage, i, normalizer, xhat, grad, totals_[i]);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          sums.add(grad[j], xhat[j]);
+        }
+      }
+    }
+    return sums;
+  }
+
+  // dx.
+  __device__ __forceinline__ void leave(std::int64_t row, int stage,
+                                        const Normalizer<A>& normalizer,
+                                        const Pullback<Norm, A>& pullback) {
+    const typename Op::Epilogue epilogue(args_, row);
+    const typename Op::Source source(args_, row);
+#pragma unroll
+    for (int i = 0; i < kPieceUnits; ++i) {
+      if (inside(i)) {
+        A xhat[N], grad[N];
+        ParameterSums<N, A> ignored;
+        expand_unit(epilogue, stage, i, normalizer, xhat, grad, ignored);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          xhat[j] = pullback(grad[j], xhat[j]);
+        }
+        typename Op::Source::template Gradients<N, 1> gradients;
+        source.leave(col(i), xhat, 0, gradients);
+        const Lane<kWarpSize, 0, 1, false> lane{col(i), static_cast<int>(args_.cols), true};
+        source.template store<Vectors>(lane, 0, gradients);
+      }
+    }
+  }
+
+  // partials: [clusters, Norm::kGrads, partials_stride(cols)], or null where there is one cluster.
+  __device__ __forceinline__ void leave_sums(A* partials, std::int64_t cluster) const {
+#pragma unroll
+    for (int i = 0; i < kPieceUnits; ++i) {
+      if (inside(i)) {
+        leave_pack(partials, cluster * Norm::kGrads, i, args_.grad_weight, totals_[i].weight);
+        if constexpr (Norm::kGrads == 2) {
+          leave_pack(partials, cluster * Norm::kGrads + 1, i, args_.grad_bias, totals_[i].bias);
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int col(int i) const { return first_col_ + i * step_; }
+  __device__ __forceinline__ bool inside(int i) const {
+    return col(i) < static_cast<int>(args_.cols);
+  }
+
+  // This thread's part of x (0) or dy (1).
+  template <int kStream>
+  __device__ __forceinline__ std::uint32_t at(int stage, int i) const {
+    return shared_ + stage * kStageBytes + (kStream == 1 ? kPieceUnits * kStep<0> : 0) +
+           thread_ * kPackBytes<kStream> + i * kStep<kStream>;
+  }
+  template <int kStream>
+  __device__ __forceinline__ void copy_stream(const ConstRows& rows, std::int64_t row,
+                                              int stage) const {
+    std::uintptr_t from = global_address(first_of<Element<kStream>, false>(rows, row) + first_col_);
+#pragma unroll
+    for (int i = 0; i < kPieceUnits; ++i) {
+      if (inside(i)) {
+        if constexpr (kPackBytes<kStream> == kVectorBytes) {
+          copy_async(at<kStream>(stage, i), from);
+        } else {
+          copy_bytes_async<kPackBytes<kStream>>(at<kStream>(stage, i), from);
+        }
+      }
+      from += step_ * static_cast<int>(sizeof(Element<kStream>));
+    }
+  }
+  template <int kStream>
+  __device__ __forceinline__ Pack<Element<kStream>, N> load(int stage, int i) const {
+    Pack<Element<kStream>, N> pack;
+    load_shared_bytes<kPackBytes<kStream>>(at<kStream>(stage, i), pack.words);
+    return pack;
+  }
+  __device__ __forceinline__ void expand_unit(const typename Op::Epilogue& epilogue, int stage,
+                                              int i, const Normalizer<A>& normalizer, A (&xhat)[N],
+                                              A (&grad)[N], ParameterSums<N, A>& totals) {
+    expand<Op>(epilogue, parameters_.get(i), col(i), load<0>(stage, i), load<1>(stage, i),
+               normalizer, xhat, grad, totals);
+  }
+  __device__ __forceinline__ void leave_pack(A* partials, std::int64_t part, int i, void* gradient,
+                                             const A (&sums)[N]) const {
+    if (partials != nullptr) {
+      std::uint32_t words[N * sizeof(A) / 4];
+      memcpy(words, sums, sizeof(words));
+      store_bytes<sizeof(words)>(partials + part * partials_stride(args_.cols) + col(i), words);
+    } else if (gradient != nullptr) {
+      store_bytes<sizeof(W) * N>(static_cast<W*>(gradient) + col(i), rounded<W>(sums).words);
+    }
+  }
+
+  const NormBackwardArgs& args_;
+  int thread_;
+  int first_col_;
+  int step_;  // from a unit to the next
+  std::uint32_t shared_;
+  Parameters parameters_;
+  ParameterSums<N, A> totals_[kPieceUnits];
 };
 
-// grid: clusters of as many CTAs as a row has pieces. partials: [clusters, Norm::kGrads,
-// partial_stride(cols)], or null where one cluster takes all rows.
-template <typename W, typename Norm, typename T>
-__global__ void __launch_bounds__(kMaxRowThreads, 1)
-    norm_backward_cluster_kernel(const __grid_constant__ NormBackwardArgs args,
-                                 Accumulator<T>* partials) {
-#if __CUDA_ARCH__ >= 900  // never launched before
-  using A = Accumulator<T>;
-  using Layout = ClusterRows<W, T>;
-  constexpr int N = Layout::N;
-  constexpr int kVectors = Layout::kVectors;
-  constexpr int kStages = Layout::kStages;
-  constexpr int kWeightWords = N * sizeof(W) / 4;
+// The sums of a row, those of its pieces in turn.
+template <typename A>
+__device__ __forceinline__ PullbackSums<A> add_pieces(const PullbackSums<A>* pieces, int count) {
+  PullbackSums<A> sums{A(0), A(0)};
+  for (int piece = 0; piece < count; ++piece) {
+    sums.wdy_xhat += pieces[piece].wdy_xhat;
+    sums.wdy += pieces[piece].wdy;
+  }
+  return sums;
+}
 
-  extern __shared__ uint4 shared[];
-  __shared__ PullbackSums<A> warp_sums[2][kMaxRowThreads / kWarpSize];
+#endif
+
+// grid: clusters of as many CTAs as a row has pieces.
+template <typename Op, typename Tile>
+__global__ void __launch_bounds__(kPieceThreads, 1)
+    backward_cluster_kernel(const __grid_constant__ NormBackwardArgs args,
+                            typename Op::A* partials) {
+#if __CUDA_ARCH__ >= 900  // never launched before
+  using Norm = typename Op::Norm;
+  using A = typename Op::A;
+  constexpr int kStages = Tile::kStages;
   constexpr int kSlots = 4;
-  __shared__ PullbackSums<A> piece_sums[kSlots * kMaxCluster];
+  extern __shared__ uint4 shared[];
+  __shared__ PullbackSums<A> warp_sums[2][kPieceThreads / kWarpSize];
+  __shared__ alignas(kVectorBytes) PullbackSums<A> piece_sums[kSlots * kMostCluster];
   __shared__ std::uint64_t arrivals[kSlots];
 
-  const int thread = threadIdx.x;
-  const int warp = thread / kWarpSize;
   const int ctas = static_cast<int>(cluster_size());
   const int rank = static_cast<int>(cluster_rank());
   const std::int64_t clusters = gridDim.x / ctas;
   const std::int64_t first_row = cluster_id();
-  const int width = static_cast<int>(args.cols);
-  const A inverse_cols = reciprocal(static_cast<A>(width));
-  const auto col_of = [&](int i) { return ((i * ctas + rank) * kMaxRowThreads + thread) * N; };
-  const int vector_step = ctas * kMaxRowThreads * kVectorBytes;  // from a vector to the next
-
+  const A inverse_cols = reciprocal(static_cast<A>(args.cols));
   const ClusterExchange<PullbackSums<A>, kSlots> exchange{
       piece_sums, arrivals, ctas, ctas, cluster_rows(args.rows, first_row, clusters)};
   exchange.begin();
   await_kernels_before();
 
-  const std::uint32_t own = shared_address(shared) + thread * kVectorBytes;
-  const auto block = [&](int stage, int stream, int i) {
-    return own + (stage * 2 + stream) * Layout::kStreamBytes + i * kMaxRowThreads * kVectorBytes;
-  };
-  const std::uint32_t weights =
-      own + kStages * 2 * Layout::kStreamBytes;  // sizeof(W) * N / 16 blocks a vector
-  const auto weight_block = [&](int i, int part) {
-    return weights + (i * (kWeightWords / 4) + part) * kMaxRowThreads * kVectorBytes;
-  };
-  const auto copy = [&](std::int64_t row, int stage) {
-    if (row < args.rows) {
-      const T* const rows[2] = {row_of<T>(args.x, row), row_of<T>(args.grad_output, row)};
-#pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        std::uintptr_t from = global_address(rows[s] + col_of(0));
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-          if (col_of(i) < width) {
-            copy_async(block(stage, s, i), from);
-          }
-          from += vector_step;
-        }
-      }
-    }
-    __pipeline_commit();  // an empty group too: the count of groups is the count of rows
-  };
+  ClusterRows<Op, Tile> rows(args, shared_address(shared), rank, ctas);
 #pragma unroll
   for (int stage = 0; stage < kStages; ++stage) {
-    copy(first_row + stage * clusters, stage);
+    rows.copy(first_row + stage * clusters, stage);
   }
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const auto pack = load_parameters<N>(static_cast<const W*>(args.weight), col_of(i), width, 1);
-#pragma unroll
-    for (int part = 0; part < kWeightWords / 4; ++part) {
-      store_shared(weight_block(i, part), pack.words + 4 * part);
-    }
-  }
-  const A* const stats = static_cast<const A*>(args.stats);
+  rows.begin();
   const auto saved_of = [&](std::int64_t row) {
-    return row < args.rows ? Norm::saved(stats, row, args.rows) : SavedStats<A>{};
-  };
-
-  A dweight[kVectors][N] = {};
-  A dbias[kVectors][N] = {};
-  const auto expand = [&](int stage, int i, const Normalizer<A>& normalizer, A(&xhat)[N], A(&dy)[N],
-                          A(&wdy)[N]) {
-    Pack<T, N> x_pack, dy_pack;
-    Pack<W, N> weight;
-    load_shared(block(stage, 0, i), x_pack.words);
-    load_shared(block(stage, 1, i), dy_pack.words);
-#pragma unroll
-    for (int part = 0; part < kWeightWords / 4; ++part) {
-      load_shared(weight_block(i, part), weight.words + 4 * part);
-    }
-    unpack(x_pack, xhat);
-    unpack(dy_pack, dy);
-    unpack(weight, wdy);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      xhat[j] = Norm::normalized(xhat[j], normalizer);
-      wdy[j] *= dy[j];
-    }
+    const A* const stats = static_cast<const A*>(args.stats);
+    return row < args.rows ? Norm::saved(stats, row, args.rows) : SavedStats<A>{A(0), A(0)};
   };
   // Adds a row to the gradients of the parameters, and sends this piece's sums.
-  const auto take = [&](unsigned number, int stage, const Normalizer<A>& normalizer) {
-    PullbackSums<A> sums{};
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      if (col_of(i) < width) {
-        A xhat[N], dy[N], wdy[N];
-        expand(stage, i, normalizer, xhat, dy, wdy);
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          sums.add(wdy[j], xhat[j]);
-          dweight[i][j] = multiply_add(dy[j], xhat[j], dweight[i][j]);
-          dbias[i][j] += dy[j];
-        }
-      }
-    }
-    sums = row_sum<Norm, kWarpSize, kMaxRowThreads / kWarpSize, InTurn>(
-        sums, warp_sums[number % 2], 0, warp, kMaxRowThreads / kWarpSize);
-    if (warp == 0) {
+  const auto take = [&](std::int64_t row, unsigned number, int stage,
+                        const Normalizer<A>& normalizer) {
+    const auto sums = sum_in_turn<Norm>(rows.sums(row, stage, normalizer), warp_sums[number % 2]);
+    if (threadIdx.x < kWarpSize) {
       exchange.send(number, rank, sums);
     }
   };
@@ -159,65 +240,27 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   exchange.ready();
   SavedStats<A> next = saved_of(first_row + clusters);
   Normalizer<A> here = saved_of(first_row).normalizer();
-  __pipeline_wait_prior(kStages - 1);
-  take(0, 0, here);
+  await_copies<kStages - 1>();
+  take(first_row, 0, 0, here);
   int stage = 0;
   unsigned number = 0;  // of the cluster's rows
   for (std::int64_t row = first_row; row < args.rows; row += clusters, ++number) {
     const Normalizer<A> after = next.normalizer();
     const int next_stage = stage + 1 == kStages ? 0 : stage + 1;
     next = saved_of(row + 2 * clusters);
-    __pipeline_wait_prior(kStages - 2);
+    await_copies<kStages - 2>();
     if (row + clusters < args.rows) {
-      take(number + 1, next_stage, after);
+      take(row + clusters, number + 1, next_stage, after);
     }
-    const PullbackSums<A>* const pieces = exchange.await(number);
-    PullbackSums<A> sums{};
-    for (int piece = 0; piece < ctas; ++piece) {
-      sums.wdy_xhat += pieces[piece].wdy_xhat;
-      sums.wdy += pieces[piece].wdy;
+    const PullbackSums<A> sums = add_pieces(exchange.await(number), ctas);
+    if (Op::Source::wanted(args)) {
+      rows.leave(row, stage, here, Pullback<Norm, A>(sums, here, inverse_cols));
     }
-    if (args.grad_input.data != nullptr) {
-      const Pullback<Norm, A> pullback(sums, here, inverse_cols);
-      std::uintptr_t dx =
-          global_address(static_cast<T*>(args.grad_input.data) + row * args.cols + col_of(0));
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        if (col_of(i) < width) {
-          A xhat[N], dy[N], wdy[N];
-          expand(stage, i, here, xhat, dy, wdy);
-#pragma unroll
-          for (int j = 0; j < N; ++j) {
-            xhat[j] = pullback(wdy[j], xhat[j]);
-          }
-          store_if(true, reinterpret_cast<void*>(dx), pack_from<T, N>(xhat).words);
-        }
-        dx += vector_step;
-      }
-    }
-    copy(row + kStages * clusters, stage);
+    rows.copy(row + kStages * clusters, stage);
     stage = next_stage;
     here = after;
   }
-
-  const std::int64_t stride = partial_stride<Plain<T>>(args.cols);
-  const std::int64_t part = first_row * Norm::kGrads;
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-    for (int grad = 0; grad < Norm::kGrads; ++grad) {
-      A(&sums)[N] = grad == 0 ? dweight[i] : dbias[i];
-      void* const gradient = grad == 0 ? args.grad_weight : args.grad_bias;
-      if (partials != nullptr) {
-        VectorAccess::store(partials + (part + grad) * stride, col_of(i), width, as_pack(sums));
-      } else if (gradient != nullptr && col_of(i) < width) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          store_gradient<W>(gradient, args.param_dtype, col_of(i) + j, sums[j]);
-        }
-      }
-    }
-  }
+  rows.leave_sums(partials, first_row);
 #endif
 }
 

@@ -1,216 +1,241 @@
-// The backward of few rows, in one launch. dx needs sums over a row, the parameter gradients sums
+// The backward of few rows, in one launch. dx needs sums over a row, the parameters' gradients sums
 // over a column, and neither needs the other: some CTAs take rows, the others columns, and x and dy
-// are read twice, from the L2 cache. That costs less than partial sums and the second kernel that
-// adds them: H200, bf16, us, with these and here, 3.1 1.3 at 1x1024, 4.4 2.2 at 64x1024, 5.3 3.0 at
-// 128x2048, 8.0 5.8 at 256x4096. dx has the bits of norm_backward_kernel. Included by launch_*.cu
-// only; torch-free.
+// are read twice, from the L2 cache. That costs less than partial sums and a second kernel that
+// adds them. dx has the bits of backward_kernel: the lanes and the arithmetic of a row are the
+// same. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
-#include "core/norm_args.h"
-#include "core/row_source.h"
-#include "cuda/backward.cuh"
-#include "cuda/dependent_launch.cuh"
-#include "cuda/flexible.cuh"
-#include "cuda/row_access.cuh"
-#include "cuda/row_sum.cuh"
-#include "cuda/row_tile.h"
-#include "cuda/word_access.cuh"
+#include "cuda/backward_op.cuh"
+#include "cuda/backward_rows.cuh"
 
 namespace fused_op::cuda {
 
-// dx of a row, in RowTile<32, per_lane> of at most kVectors. block: (threads of a row, rows).
-template <typename W, typename Norm, typename Source, typename Access, int kVectors>
-__device__ __forceinline__ void few_rows_dx(const NormBackwardArgs& args, std::int64_t row,
-                                            int per_lane) {
-  using T = typename Source::Element;
-  using A = Accumulator<T>;
-  constexpr int N = Source::kElements;
-  __shared__ PullbackSums<A> parts[kMaxBackwardWarps];
+// A lane's packs of one row, in registers: what RowBackward reads a row from here.
+template <typename Op, typename Tile>
+class HeldRow {
+  using Source = typename Op::Source;
+  using X = typename Op::X;
+  using GradOutput = typename Op::GradOutput;
+  using GradSum = typename Source::GradSum;
+  static constexpr int N = Tile::kPack;
+  static constexpr int kVectors = Tile::kVectors;
 
-  const int lane = threadIdx.x % kWarpSize;
-  const int warp = threadIdx.x / kWarpSize;
-  const int warps = blockDim.x / kWarpSize;
-  const int width = static_cast<int>(args.cols);
-  const int live_width = row < args.rows ? width : 0;
-  row = min(row, args.rows - 1);
-  const auto col_of = [&](int i) {
-    return (warp * per_lane + i) * kWarpSize * N + lane * kRun<Access, T, N>;
-  };
-  // Past this lane's vectors no column is left.
-  const auto width_at = [&](int i, int columns) { return i < per_lane ? columns : 0; };
-  const T* const x_row = row_of<T>(args.x, row);
-  const T* const dy_row = row_of<T>(args.grad_output, row);
-  constexpr bool kAdds = Source::kGradStreams == 3;
-  // The gradient of the sum is asked for with x and dy, but by lanes that share blocks, which have
-  // no registers for it before the products are made: then. H200, bf16, LayerNorm, us at 64x4095
-  // and 1x4097: 4.6 3.8, with packs of neighbouring elements 3.1 2.7. A prefetch of it beside those
-  // of x and dy gains little of that, 4.3 3.6; one into the L1 cache loses, 5.4 5.0.
-  constexpr bool kSumAhead = kAdds && !Access::kSharesBlocks;
-  const auto load_sum = [&](int i) {
-    return Access::template load<N>(row_of<T>(args.grad_sum, row), col_of(i),
-                                    width_at(i, live_width));
-  };
-  const auto load_weight = [&](int i) -> Pack<W, N> {
-    return lane_weight<W, T, N, Access>(args, col_of(i), width_at(i, width));
-  };
-  // Four vectors by words have none for weights wider than the rows either, and load them in turn.
-  constexpr bool kWeightAhead =
-      Access::kShifts || !Access::kSharesBlocks || kVectors == 2 || sizeof(W) <= sizeof(T);
-  Pack<T, N> x[kVectors], dy[kVectors], sum[kAdds ? kVectors : 1];
-  Pack<W, N> weight[kWeightAhead ? kVectors : 1];
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const int live = width_at(i, live_width);
-    x[i] = Access::template load<N>(x_row, col_of(i), live);
-    dy[i] = Access::template load<N>(dy_row, col_of(i), live);
-    if constexpr (kWeightAhead) {
-      weight[i] = load_weight(i);
-    }
-    if constexpr (kSumAhead) {
-      sum[i] = load_sum(i);
+ public:
+  using RowLane = Lane<Tile::kLanes, Tile::kStep, Tile::kSure, false>;
+  static constexpr int kGroupBytes = 0;  // of shared memory
+
+  __device__ __forceinline__ HeldRow(const NormBackwardArgs& args, std::int64_t row,
+                                     const RowLane& lane) {
+    load(args.x, row, lane, x_);
+    load(args.grad_output, row, lane, dy_);
+    if constexpr (Source::kReadsSum) {
+      if (Source::sum_arrives(args)) {
+        load(args.grad_sum, row, lane, sum_);
+      }
     }
   }
+
+  // Pack i, in x (0), dy (1) or the gradient of the sum (2).
+  template <int kStream>
+  __device__ __forceinline__ auto load(int i) const {
+    if constexpr (kStream == 0) {
+      return x_[i];
+    } else if constexpr (kStream == 1) {
+      return dy_[i];
+    } else {
+      return sum_[i];
+    }
+  }
+
+ private:
+  template <typename T>
+  __device__ __forceinline__ static void load(const ConstRows& rows, std::int64_t row,
+                                              const RowLane& lane, Pack<T, N> (&packs)[kVectors]) {
+    Op::Access::load(lane, first_of<T, Source::kAtTwoStrides>(rows, row), packs);
+  }
+
+  Pack<X, N> x_[kVectors];
+  Pack<GradOutput, N> dy_[kVectors];
+  Pack<GradSum, N> sum_[Source::kReadsSum ? kVectors : 1];
+};
+
+// A row has warps of its own, or shares one with others.
+template <typename Tile>
+__device__ __forceinline__ BackwardPlace few_place() {
+  const int thread = static_cast<int>(threadIdx.x);
+  if constexpr (Tile::kLanes < kWarpSize) {
+    return {thread / Tile::kLanes, thread % Tile::kLanes, 0, 1};
+  } else {
+    return {static_cast<int>(threadIdx.y), thread % kWarpSize, thread / kWarpSize,
+            static_cast<int>(blockDim.x) / kWarpSize};
+  }
+}
+
+// dx of a row. Rows past the last one go along: the CTA has barriers.
+template <typename Op, typename Tile>
+__device__ __forceinline__ void few_rows(const NormBackwardArgs& args, const BackwardPlace& place,
+                                         std::int64_t row) {
+  using Norm = typename Op::Norm;
+  using A = typename Op::A;
+  using Backward = RowBackward<Op, Tile, HeldRow<Op, Tile>>;
+  __shared__ PullbackSums<A> parts[Tile::kThreads / kWarpSize];
+  const bool live = row < args.rows;
+  row = live ? row : args.rows - 1;
+  const int width = static_cast<int>(args.cols);
+  const typename Backward::RowLane lane{place.warp * Tile::kWarpCols + place.lane * Tile::kPack,
+                                        width, true};
+  Backward backward(args, HeldRow<Op, Tile>(args, row, lane), 0, lane, place.lane);
   const Normalizer<A> normalizer =
       Norm::saved(static_cast<const A*>(args.stats), row, args.rows).normalizer();
-  PullbackSums<A> sums{};
-  A xhat[kVectors][N], wdy[kVectors][N];
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const int live = width_at(i, live_width);
-    if constexpr (Access::kSharesBlocks) {
-      Access::clip_to(normalizer.mean, live - col_of(i), x[i], dy[i]);
-    }
-    A gradient[N];
-    unpack(x[i], xhat[i]);
-    unpack(dy[i], gradient);
-    unpack(kWeightAhead ? weight[kWeightAhead ? i : 0] : load_weight(i), wdy[i]);
-    if (Access::kSharesBlocks ? i < per_lane : col_of(i) < live) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        xhat[i][j] = Norm::normalized(xhat[i][j], normalizer);
-        wdy[i][j] *= gradient[j];
-        sums.add(wdy[i][j], xhat[i][j]);
-      }
-    }
+  typename Backward::Sums ignored[Tile::kVectors];
+  PullbackSums<A> sums = backward.sums(row, normalizer, ignored);
+  sums = sum_over_row<Norm, Tile>(sums, parts + place.team * place.warps, place);
+  if (live && Op::Source::wanted(args)) {
+    const A inverse_cols = reciprocal(static_cast<A>(width));
+    backward.leave(row, normalizer, Pullback<Norm, A>(sums, normalizer, inverse_cols));
   }
-  if constexpr (kAdds && !kSumAhead) {
+}
+
+// The parameters' gradients at the columns of a slab. Groups of kSlabLanes threads take rows in
+// turn, a thread kOwn columns of each; then the groups' sums are added in order.
+constexpr int kSlabLanes = 8;
+template <typename Op, typename Tile>
+class Slab {
+  using Norm = typename Op::Norm;
+  using A = typename Op::A;
+  using X = typename Op::X;
+  using GradOutput = typename Op::GradOutput;
+  using W = typename Op::Epilogue::Parameter;
+  static constexpr int N = Tile::kPack;
+  static constexpr int kWidest =
+      static_cast<int>(sizeof(X) > sizeof(GradOutput) ? sizeof(X) : sizeof(GradOutput));
+  static constexpr int kOwn = kVectorBytes / kWidest;
+  static constexpr int kVectors = kOwn / N;
+  static constexpr int kStep = kSlabLanes * N;
+  using SlabLane = Lane<kSlabLanes, kStep, 0, false>;
+  using Parameters = typename Op::Epilogue::template Parameters<N>;
+
+ public:
+  static constexpr int kCols = kSlabLanes * kOwn;
+
+  __device__ __forceinline__ Slab(const NormBackwardArgs& args, int first_col)
+      : args_(args),
+        first_col_(first_col),
+        thread_(static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x)),
+        threads_(static_cast<int>(blockDim.x * blockDim.y)),
+        lane_{first_col + thread_ % kSlabLanes * N, static_cast<int>(args.cols), true} {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      sum[i] = load_sum(i);
-    }
-  }
-  const int team = threadIdx.y;
-  sums = row_sum<Norm, kWarpSize, kMaxBackwardWarps>(sums, parts + team * warps, team, warp, warps);
-  const Pullback<Norm, A> pullback(sums, normalizer, reciprocal(static_cast<A>(width)));
+      if constexpr (Op::Epilogue::kFromOutput) {
+        parameters_[i] = Op::Epilogue::template load<Norm, typename Op::Access, N>(
+            args, lane_.col(i), lane_.template valid<N>(i) > 0);
+      } else {
+        clear(parameters_[i].weight);  // is not read
+      }
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    A residual[N];
-    if constexpr (kAdds) {
-      unpack(sum[i], residual);
-    }
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      xhat[i][j] = pullback(wdy[i][j], xhat[i][j]);
-      if constexpr (kAdds) {
-        xhat[i][j] += residual[j];
+      for (int j = 0; j < N; ++j) {
+        totals_[i].weight[j] = 0;
+        totals_[i].bias[j] = 0;
       }
     }
-    x[i] = pack_from<T, N>(xhat[i]);
   }
-  T* const dx_row = static_cast<T*>(args.grad_input.data) + row * args.cols;
-#pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    if (i < per_lane) {
-      const Pack<T, N> pack[1] = {x[i]};
-      Access::template store_row<kWarpSize>(dx_row, col_of(i), live_width, pack);
-    }
-  }
-}
 
-// The parameter gradients of kSlabLanes vectors of columns: groups of kSlabLanes threads take rows
-// in turn, a thread a vector; then the threads' sums are added in order.
-constexpr int kSlabLanes = 8;
-template <typename W, typename Norm, typename Source, typename Access>
-__device__ __forceinline__ void few_rows_columns(const NormBackwardArgs& args, int slab) {
-  using T = typename Source::Element;
-  using A = Accumulator<T>;
-  constexpr int N = Source::kElements;
-  constexpr int kCols = kSlabLanes * N;
-  constexpr int kGroupsOfWarp = kWarpSize / kSlabLanes;
-  __shared__ A sums[kMaxBackwardWarps][Norm::kGrads][kCols];
-
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-  const int threads = blockDim.x * blockDim.y;
-  const int lane = thread % kSlabLanes;
-  const int width = static_cast<int>(args.cols);
-  const int first_col = slab * kCols;
-  const int col = first_col + lane * N;
-  A totals[2][N] = {};
+  __device__ __forceinline__ void take_rows() {
 #pragma unroll 4
-  for (std::int64_t row = thread / kSlabLanes; row < args.rows; row += threads / kSlabLanes) {
-    Pack<T, N> x_pack = Access::template load<N>(row_of<T>(args.x, row), col, width);
-    Pack<T, N> dy_pack = Access::template load<N>(row_of<T>(args.grad_output, row), col, width);
-    const Normalizer<A> normalizer =
-        Norm::saved(static_cast<const A*>(args.stats), row, args.rows).normalizer();
-    A x[N], dy[N];
-    unpack(x_pack, x);
-    unpack(dy_pack, dy);
+    for (std::int64_t row = thread_ / kSlabLanes; row < args_.rows; row += threads_ / kSlabLanes) {
+      constexpr bool kSplit = Op::Source::kAtTwoStrides;
+      Pack<X, N> x[kVectors];
+      Pack<GradOutput, N> dy[kVectors];
+      Op::Access::load(lane_, first_of<X, kSplit>(args_.x, row), x);
+      Op::Access::load(lane_, first_of<GradOutput, kSplit>(args_.grad_output, row), dy);
+      const Normalizer<A> normalizer =
+          Norm::saved(static_cast<const A*>(args_.stats), row, args_.rows).normalizer();
+      const typename Op::Epilogue epilogue(args_, row);
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      totals[0][j] = multiply_add(dy[j], Norm::normalized(x[j], normalizer), totals[0][j]);
-      totals[1][j] += dy[j];
-    }
-  }
-#pragma unroll
-  for (int grad = 0; grad < Norm::kGrads; ++grad) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      A& total = totals[grad][j];
-#pragma unroll
-      for (int groups = 1; groups < kGroupsOfWarp; groups *= 2) {
-        total += __shfl_xor_sync(kAllLanes, total, groups * kSlabLanes);
-      }
-      if (thread % kWarpSize < kSlabLanes) {
-        sums[thread / kWarpSize][grad][lane * N + j] = total;
+      for (int i = 0; i < kVectors; ++i) {
+        A xhat[N], grad[N];
+        expand<Op>(epilogue, parameters_[i], lane_.col(i), x[i], dy[i], normalizer, xhat, grad,
+                   totals_[i]);
       }
     }
   }
-  __syncthreads();
-  const int grad = thread / kCols;
-  const int target_col = first_col + thread % kCols;
-  if (grad < Norm::kGrads && target_col < width) {
-    A total = 0;
-    for (int warp = 0; warp < threads / kWarpSize; ++warp) {
-      total += sums[warp][grad][thread % kCols];
+
+  // All threads of the CTA.
+  __device__ __forceinline__ void leave() {
+    __shared__ A sums[Tile::kThreads / kWarpSize][Norm::kGrads][kCols];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const int col = lane_.col(i) + j - first_col_;
+        put(totals_[i].weight[j], sums[thread_ / kWarpSize][0][col]);
+        if constexpr (Norm::kGrads == 2) {
+          put(totals_[i].bias[j], sums[thread_ / kWarpSize][1][col]);
+        }
+      }
     }
-    void* const target = grad == 0 ? args.grad_weight : args.grad_bias;
-    if (target != nullptr) {
-      finish_gradient<W>(target, args.param_dtype, args.add_grads, target_col, total);
+    __syncthreads();
+    for (int at = thread_; at < Norm::kGrads * kCols; at += threads_) {
+      const int grad = at / kCols;
+      const int col = first_col_ + at % kCols;
+      void* const target = grad == 0 ? args_.grad_weight : args_.grad_bias;
+      if (target != nullptr && col < lane_.width) {
+        A total[1] = {0};
+        for (int warp = 0; warp < threads_ / kWarpSize; ++warp) {
+          total[0] += sums[warp][grad][at % kCols];
+        }
+        if (args_.add_grads) {
+          static_cast<float*>(target)[col] += static_cast<float>(total[0]);
+        } else {
+          store_bytes<sizeof(W)>(static_cast<W*>(target) + col, rounded<W>(total).words);
+        }
+      }
     }
   }
-}
+
+ private:
+  // The sum over the groups of a warp.
+  __device__ __forceinline__ void put(A total, A& sum) const {
+#pragma unroll
+    for (int offset = kSlabLanes; offset < kWarpSize; offset *= 2) {
+      total += __shfl_xor_sync(kAllLanes, total, offset);
+    }
+    if (thread_ % kWarpSize < kSlabLanes) {
+      sum = total;
+    }
+  }
+
+  const NormBackwardArgs& args_;
+  int first_col_;
+  int thread_;
+  int threads_;
+  SlabLane lane_;
+  Parameters parameters_[kVectors];
+  ParameterSums<N, A> totals_[kVectors];
+};
 
 // grid: row_ctas, which take the rows of their block, and then a CTA for every slab of columns.
-template <typename W, typename Norm, typename Source, typename Access, int kVectors>
-__global__ void __launch_bounds__(kVectors == 2 ? kMaxBackwardWarps * kWarpSize : kMaxRowThreads, 1)
-    norm_backward_few_kernel(const __grid_constant__ NormBackwardArgs args, int row_ctas,
-                             int per_lane) {
+// block: (threads of a row, rows side by side); rows that share a warp have blockDim.y = 1.
+template <typename Op, typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    backward_few_kernel(const __grid_constant__ NormBackwardArgs args, int row_ctas) {
   const int cta = static_cast<int>(blockIdx.x);
-  const std::int64_t row = static_cast<std::int64_t>(cta) * blockDim.y + threadIdx.y;
-  if (cta < row_ctas && row < args.rows) {
-    using T = typename Source::Element;
-    constexpr int kStep = kWarpSize * Source::kElements;
-    const int warp_col = static_cast<int>(threadIdx.x) / kWarpSize * per_lane * kStep;
-    const int col = warp_col + static_cast<int>(threadIdx.x) % kWarpSize * Source::kElements;
-    const int width = min(static_cast<int>(args.cols), warp_col + per_lane * kStep);
-    prefetch_row<kVectors>(row_of<T>(args.x, row), col, kStep, width);
-    prefetch_row<kVectors>(row_of<T>(args.grad_output, row), col, kStep, width);
+  const BackwardPlace place = few_place<Tile>();
+  const auto rows_of_cta =
+      static_cast<int>(Tile::kLanes < kWarpSize ? blockDim.x / Tile::kLanes : blockDim.y);
+  const std::int64_t row = static_cast<std::int64_t>(cta) * rows_of_cta + place.team;
+  if constexpr (!Op::Source::kAtTwoStrides) {
+    if (cta < row_ctas) {
+      prefetch_first_row<Op, Tile>(args, row, static_cast<int>(args.cols), place);
+    }
   }
   await_kernels_before();
   if (cta < row_ctas) {
-    few_rows_dx<W, Norm, Source, Access, kVectors>(args, row, per_lane);
+    few_rows<Op, Tile>(args, place, row);
   } else {
-    few_rows_columns<W, Norm, Source, NeighbourAccess<Access>>(args, cta - row_ctas);
+    Slab<Op, Tile> slab(args, (cta - row_ctas) * Slab<Op, Tile>::kCols);
+    slab.take_rows();
+    slab.leave();
   }
 }
 

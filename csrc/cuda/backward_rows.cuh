@@ -8,28 +8,16 @@
 
 #include <type_traits>
 
-#include "core/epilogue.h"
 #include "core/norm_args.h"
 #include "core/norm_math.h"
-#include "core/source.h"
 #include "cuda/access.cuh"
+#include "cuda/backward_op.cuh"
 #include "cuda/backward_tile.h"
 #include "cuda/dependent_launch.cuh"
 #include "cuda/row_sum.cuh"
 #include "cuda/staged_rows.cuh"
 
 namespace fused_op::cuda {
-
-template <typename Norm_, typename Source_, typename Epilogue_, typename Access_>
-struct BackwardOp {
-  using Norm = Norm_;
-  using Source = typename Source_::Backward;
-  using Epilogue = typename Epilogue_::Backward;
-  using Access = Access_;
-  using A = Accumulator<typename Source_::Row>;
-  using GradOutput = typename Epilogue_::Output;
-  using X = std::conditional_t<Epilogue::kFromOutput, GradOutput, typename Source_::Row>;
-};
 
 // Where a thread stands. A team is the threads of a row, one of blockDim.y in the CTA.
 struct BackwardPlace {
@@ -63,8 +51,8 @@ constexpr int packs_together() {
                                    : 1;
 }
 
-// What a thread does with one row after the other.
-template <typename Op, typename Tile>
+// What a thread does with one row after the other. Rows_: where the packs of a row are.
+template <typename Op, typename Tile, typename Rows_ = StagedRows<Op, Tile>>
 class RowBackward {
   using Norm = typename Op::Norm;
   using A = typename Op::A;
@@ -78,20 +66,20 @@ class RowBackward {
   static constexpr int kPacks = Tile::kKeep == kKeepPacks ? kVectors : 1;
 
  public:
-  using Rows = StagedRows<Op, Tile>;
+  using Rows = Rows_;
   using RowLane = typename Rows::RowLane;
   using Parameters = LaneParameters<typename Op::Epilogue::template Parameters<N>, Tile>;
   using Sums = ParameterSums<N, A>;
   static constexpr int kGroupBytes = Rows::kGroupBytes + Parameters::kGroupBytes;
 
-  __device__ __forceinline__ RowBackward(const NormBackwardArgs& args, const BackwardSteps& steps,
-                                         std::uint32_t shared, std::int64_t first_row,
-                                         const RowLane& lane, int lane_of_row)
+  // `shared`: of this lane's group, for parameters that do not stay in registers.
+  __device__ __forceinline__ RowBackward(const NormBackwardArgs& args, const Rows& rows,
+                                         std::uint32_t shared, const RowLane& lane, int lane_of_row)
       : args_(args),
         lane_(lane),
         lane_of_row_(lane_of_row),
-        staged_(args, steps, shared, first_row, lane, lane_of_row),
-        parameters_(shared + Rows::kGroupBytes, lane_of_row) {
+        staged_(rows),
+        parameters_(shared, lane_of_row) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       parameters_.put(i, Op::Epilogue::template load<Norm, typename Op::Access, N>(
@@ -184,22 +172,11 @@ class RowBackward {
 
   // x̂ and its gradient.
   __device__ __forceinline__ void expand(const typename Op::Epilogue& epilogue, const Pack<X, N>& x,
-                                         const Pack<GradOutput, N>& dy_pack, int i,
+                                         const Pack<GradOutput, N>& dy, int i,
                                          const Normalizer<A>& normalizer, A (&xhat)[N],
                                          A (&grad)[N], Sums& totals) {
-    A dy[N];
-    to_values(x, xhat);
-    to_values(dy_pack, dy);
-    const auto parameters = parameters_.get(i);
-    if constexpr (Op::Epilogue::kFromOutput) {
-      epilogue.template recover<Norm>(parameters, xhat);
-    } else {
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        xhat[j] = Norm::normalized(xhat[j], normalizer);
-      }
-    }
-    epilogue.template pullback<Norm>(parameters, lane_.col(i), xhat, dy, grad, totals);
+    cuda::expand<Op>(epilogue, parameters_.get(i), lane_.col(i), x, dy, normalizer, xhat, grad,
+                     totals);
   }
 
   const NormBackwardArgs& args_;
@@ -399,25 +376,19 @@ __device__ __forceinline__ void take_rows(
   __shared__ PullbackSums<A> parts[2][Tile::kThreads / kWarpSize];
   const A inverse_cols = reciprocal(static_cast<A>(width));
   const bool wanted = Op::Source::wanted(args);
+  // Statistics are read a row ahead, by every lane. (Copied asynchronously with their rows: share
+  // of add 0.95 0.85 at 65536x1024, 0.97 0.86 at 16384x4096, RMSNorm; H200, bf16.)
   const auto saved_of = [&](std::int64_t row) {
     const A* const stats = static_cast<const A*>(args.stats);
     return row < args.rows ? Norm::saved(stats, row, args.rows) : SavedStats<A>{A(0), A(0)};
   };
-  SavedStats<A> saved{A(0), A(0)};
-  if constexpr (Tile::kStatsAhead) {
-    saved = saved_of(first_row);
-  }
+  SavedStats<A> saved = saved_of(first_row);
   int parity = 0;
   // Teams past the last row go along: the CTA has barriers.
   for (std::int64_t row = first_row; row - place.team < args.rows; row += steps.rows) {
     const bool live = row < args.rows;
-    if constexpr (!Tile::kStatsAhead) {
-      saved = saved_of(row);
-    }
     const Normalizer<A> normalizer = saved.normalizer();
-    if constexpr (Tile::kStatsAhead) {
-      saved = saved_of(row + steps.rows);
-    }
+    saved = saved_of(row + steps.rows);
     backward.advance_to(row);
     PullbackSums<A> sums{A(0), A(0)};
     if (live) {
@@ -456,8 +427,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   await_kernels_before();
   const typename Backward::RowLane lane{place.warp * Tile::kWarpCols + place.lane * N, width, true};
   const int group = place.team * place.warps + place.warp;
-  Backward backward(args, steps, shared_address(shared) + group * Backward::kGroupBytes, first_row,
-                    lane, place.lane);
+  const std::uint32_t own = shared_address(shared) + group * Backward::kGroupBytes;
+  const typename Backward::Rows rows(args, steps, own, first_row, lane, place.lane);
+  Backward backward(args, rows, own + Backward::Rows::kGroupBytes, lane, place.lane);
   typename Backward::Sums totals[Tile::kVectors];
 #pragma unroll
   for (int i = 0; i < Tile::kVectors; ++i) {

@@ -17,28 +17,8 @@ constexpr int kKeepValues = 2;   // x̂ and its gradient, computed once
 // kLanes lanes have a row, or as many whole warps as it needs; a warp has kLanes · kVectors
 // neighbouring packs of kPack elements, each lane every kLanes-th of them. Rows of one CTA lie side
 // by side.
-//
-// What norm_backward_kernel has, as these integers: 16-bit rows with Vectors, packs of 8,
-// parameters of 16 bits. (float: half of the columns, packs of 4. Words: packs of 4 bytes, four
-// times as many.)
-//
-//   columns up to            lanes  vectors  threads  CTAs  stages  keeps    parameters stay
-//   8, 16, 32, 64, 128, 256  1…32   1        256      3     3       values   yes
-//   512                      32     2        512      1     3       values   yes
-//   768                      32     3        512      1     3       nothing  no
-//   2560                     32     2        512      1     3       values   yes
-//   3072                     32     3        512      1     3       nothing  no
-//   4096                     32     2        512      1     3       values   yes
-//   5120                     32     2        640      1     3       nothing  yes
-//   6144                     32     3        512      1     3       nothing  no
-//   8192                     32     2        512      1     3       values   yes
-//   10240                    32     2        640      1     3       nothing  yes
-//   12288, 16384             32     3, 4     512      1     3       nothing  no
-//
-// With the gradient of a sum: two CTAs for three, two vectors for three up to 768 and 3072 columns,
-// and two stages with three vectors and four. Parameters of 32 bits stay with one vector alone.
 template <int kPack_, int kLanes_, int kVectors_, int kThreads_, int kCtasPerSm_, int kStages_,
-          int kKeep_, bool kParametersStay_, bool kStatsAhead_, int kWidth_>
+          int kKeep_, bool kParametersStay_, int kWidth_, bool kFull_>
 struct BackwardTile {
   static constexpr int kPack = kPack_;
   static constexpr int kLanes = kLanes_;
@@ -48,19 +28,21 @@ struct BackwardTile {
   static constexpr int kStages = kStages_;  // rows of a team in shared memory, one of them at hand
   static constexpr int kKeep = kKeep_;
   static constexpr bool kParametersStay = kParametersStay_;  // in registers; else in shared memory
-  static constexpr bool kStatsAhead = kStatsAhead_;          // read a row ahead
   static constexpr int kWidth = kWidth_;                     // of the rows; 0: known at run time
+  static constexpr bool kFull = kFull_;  // then no lane has a pack past the end of a row
 
   static constexpr int kStep = kLanes * kPack;
   static constexpr int kWarpCols = kStep * kVectors;
   static constexpr int kWarps = (kWidth + kWarpCols - 1) / kWarpCols;  // of a row
   // Packs that the last warp's last lane has inside the row, too.
-  static constexpr int kSure = kWidth == 0 ? 0 : (kWidth - (kWarps - 1) * kWarpCols) / kStep;
+  static constexpr int kSure = kFull         ? kVectors
+                               : kWidth == 0 ? 0
+                                             : (kWidth - (kWarps - 1) * kWarpCols) / kStep;
   static constexpr bool kOneWarp = kLanes < 32 || kWarps == 1;  // known at compile time
   static_assert(kStages == 2 || kStages == 3);
 };
 
-// From one row of a team to its next one, made by the launcher: kernel parameters take no
+// From one row of a team to its next one, made by the launch: kernel parameters take no
 // registers.
 struct BackwardSteps {
   std::int64_t rows;
@@ -70,10 +52,10 @@ struct BackwardSteps {
 
 // Bytes of shared memory in which a group of lanes (those of a row that share a warp) has a row of
 // one stream, of elements of `size` bytes. By words, rows keep their shift against blocks of 16
-// bytes.
+// bytes; all but the longest, which have no room for that, begin at multiples of 128 bytes.
 FUSED_OP_HD constexpr int staged_bytes(bool by_words, int pack, int lanes, int vectors, int size) {
   const int bytes = lanes * vectors * pack * size;
-  const int blocks = by_words ? (lanes < 8 ? lanes : 8) : 1;
+  const int blocks = by_words && bytes < 2048 ? (lanes < 8 ? lanes : 8) : 1;
   const int unit = blocks * kVectorBytes;
   return (bytes + (by_words ? kVectorBytes : 0) + unit - 1) / unit * unit;
 }

@@ -1,5 +1,6 @@
 #include "cuda/call_plan.h"
 
+#include "cuda/core_table.h"
 #include "cuda/plan.h"
 
 namespace fused_op::cuda {
@@ -55,33 +56,104 @@ NormBackwardArgs backward_args(const CallShape& call) {
   return args;
 }
 
+CallPlan plan_of_long(const NormForwardArgs& args, const ForwardSpec& spec,
+                      const DeviceInfo& device) {
+  const LongForwardPlan plan =
+      plan_long_forward(spec, args.rows, args.cols, places_of(args, spec).aligned, device);
+  return {{{"pack", plan.pack},
+           {"vectors", plan.vectors},
+           {"parts", plan.parts},
+           {"ahead", plan.ahead},
+           {"most_threads", plan.most_threads},
+           {"ctas_per_sm", plan.ctas_per_sm},
+           {"form", static_cast<int>(plan.form)},
+           {"words", plan.words},
+           {"cluster", plan.cluster},
+           {"cta_parts", plan.cta_parts},
+           {"threads", plan.threads},
+           {"ctas", plan.ctas},
+           {"shared_bytes", plan.shared_bytes}},
+          {{{.header = header_of(plan), .name = kernel_name(spec, plan)}, false}}};
+}
+
 CallPlan plan_of(const NormForwardArgs& args, const DeviceInfo& device) {
   const ForwardSpec spec = spec_of(args);
-  if (!has_plan(spec, args.cols)) {
-    return {};
+  if (args.cols > most_forward_cols(spec)) {
+    return plan_of_long(args, spec, device);
   }
-  const ForwardPlan plan =
-      plan_forward(spec, args.rows, args.cols, rows_aligned(args, spec), device);
+  const ForwardPlan plan = plan_forward(spec, args.rows, args.cols, places_of(args, spec), device);
   return {{{"pack", plan.pack},
            {"lanes", plan.lanes},
            {"vectors", plan.vectors},
-           {"spread", plan.spread},
            {"ahead", plan.ahead},
            {"few", plan.few},
-           {"threads", plan.threads},
+           {"most_threads", plan.most_threads},
            {"ctas_per_sm", plan.ctas_per_sm},
            {"width", plan.width},
+           {"core", plan.core},
            {"words", plan.words},
+           {"flat_rows", plan.flat_rows},
+           {"threads", plan.threads},
            {"ctas", plan.ctas}},
-          {{.header = kForwardHeader, .name = kernel_name(spec, plan)}}};
+          {{{.header = header_of(plan), .name = kernel_name(spec, plan)}, plan.core}}};
+}
+
+void add(CallPlan& call, const char* header, const std::string& name, bool core = false) {
+  call.kernels.push_back({{.header = header, .name = name}, core});
+}
+void add_partials_kernel(CallPlan& call, const BackwardSpec& spec) {
+  add(call, kPartialsHeader, partials_kernel_name(spec), spec.row != DType::kFloat64);
+}
+
+CallPlan plan_of(const BackwardSpec& spec, const BackwardFewPlan& plan) {
+  return {{{"pack", plan.pack},
+           {"lanes", plan.lanes},
+           {"vectors", plan.vectors},
+           {"keep", plan.keep},
+           {"move", static_cast<int>(plan.move)},
+           {"row_threads", plan.row_threads},
+           {"side_by_side", plan.side_by_side},
+           {"row_ctas", plan.row_ctas},
+           {"slabs", plan.slabs}},
+          {{{.header = kFewHeader, .name = kernel_name(spec, plan)}, false}}};
+}
+
+CallPlan plan_of(const BackwardSpec& spec, const BackwardLongPlan& plan) {
+  CallPlan call{{{"pack", plan.pack},
+                 {"vectors", plan.vectors},
+                 {"move", static_cast<int>(plan.move)},
+                 {"pieces", plan.pieces},
+                 {"slabs", plan.slabs},
+                 {"chunks", plan.chunks},
+                 {"row_sums_bytes", plan.row_sums_bytes},
+                 {"partials_bytes", plan.partials_bytes},
+                 {"cluster", plan.cluster},
+                 {"stages", plan.stages},
+                 {"cluster_shared_bytes", plan.cluster_shared_bytes},
+                 {"clusters", plan.clusters},
+                 {"cluster_partials_bytes", plan.cluster_partials_bytes}},
+                {}};
+  if (plan.cluster > 0) {  // and the other two where a launch finds no place for a cluster
+    add(call, kClusterHeader, cluster_kernel_name(spec, plan));
+  }
+  add(call, kColumnsHeader, row_sums_kernel_name(spec, plan));
+  add(call, kColumnsHeader, columns_kernel_name(spec, plan));
+  if (plan.partials_bytes > 0 || plan.cluster_partials_bytes > 0) {
+    add_partials_kernel(call, spec);
+  }
+  return call;
 }
 
 CallPlan plan_of(const NormBackwardArgs& args, const DeviceInfo& device) {
   const BackwardSpec spec = spec_of(args);
-  const BackwardPlan plan = plan_backward(args, spec, device);
-  if (plan.lanes == 0) {
-    return {};
+  if (!fits_cta(args, spec, device)) {
+    const BackwardLongPlan plan = plan_backward_long(args, spec, device);
+    return plan_of(spec, plan);
   }
+  if (const BackwardFewPlan plan = plan_backward_few(args, spec, device); plan.lanes > 0) {
+    return plan_of(spec, plan);
+  }
+  const BackwardPlan plan = plan_backward(args, spec, device);
   CallPlan call{{{"pack", plan.pack},
                  {"lanes", plan.lanes},
                  {"vectors", plan.vectors},
@@ -90,17 +162,17 @@ CallPlan plan_of(const NormBackwardArgs& args, const DeviceInfo& device) {
                  {"stages", plan.stages},
                  {"keep", plan.keep},
                  {"parameters_stay", plan.parameters_stay},
-                 {"stats_ahead", plan.stats_ahead},
                  {"width", plan.width},
+                 {"core", plan.core},
                  {"move", static_cast<int>(plan.move)},
                  {"row_threads", plan.row_threads},
                  {"side_by_side", plan.side_by_side},
                  {"ctas", plan.ctas},
                  {"shared_bytes", plan.shared_bytes},
                  {"partials_bytes", plan.partials_bytes}},
-                {{.header = kBackwardHeader, .name = kernel_name(spec, plan)}}};
+                {{{.header = kBackwardHeader, .name = kernel_name(spec, plan)}, plan.core}}};
   if (plan.partials_bytes > 0) {
-    call.kernels.push_back({.header = kPartialsHeader, .name = partials_kernel_name(spec)});
+    add_partials_kernel(call, spec);
   }
   return call;
 }
@@ -108,7 +180,12 @@ CallPlan plan_of(const NormBackwardArgs& args, const DeviceInfo& device) {
 }  // namespace
 
 CallPlan plan_call(const CallShape& call, const DeviceInfo& device) {
-  return call.backward ? plan_of(backward_args(call), device) : plan_of(forward_args(call), device);
+  CallPlan planned =
+      call.backward ? plan_of(backward_args(call), device) : plan_of(forward_args(call), device);
+  for (PlannedKernel& kernel : planned.kernels) {
+    kernel.core &= kHasCoreTable;
+  }
+  return planned;
 }
 
 }  // namespace fused_op::cuda

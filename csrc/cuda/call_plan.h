@@ -1,5 +1,5 @@
 // What a call would launch, said without a GPU and without its tensors: for `python -m fused_op
-// plan` and `compile`, and the tests. Decided by the functions that first_use.cpp asks. Host code
+// plan` and `compile`, and the tests. Decided by the functions that the launches ask. Host code
 // without CUDA or torch.
 #pragma once
 
@@ -32,10 +32,13 @@ struct CallShape {
   bool aligned = true;            // the input begins where vectors may
 };
 
+struct PlannedKernel {
+  KernelSource source;
+  bool core;  // it was compiled with the extension
+};
 struct CallPlan {
-  // Of its plan, by name; none where the kernels were compiled with the extension.
-  std::vector<std::pair<std::string, std::int64_t>> integers;
-  std::vector<KernelSource> kernels;  // in the order of their launches
+  std::vector<std::pair<std::string, std::int64_t>> integers;  // of its plan, by name
+  std::vector<PlannedKernel> kernels;                          // in the order of their launches
 };
 CallPlan plan_call(const CallShape& call, const DeviceInfo& device);
 

@@ -5,7 +5,7 @@
 // ISA: mbarrier, st.async. Torch-free.
 #pragma once
 
-#include "cuda/row_access.cuh"
+#include "cuda/memory.cuh"
 #include "cuda/row_sum.cuh"
 
 namespace fused_op::cuda {

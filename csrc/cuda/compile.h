@@ -12,7 +12,7 @@ namespace fused_op::cuda {
 // What a kernel may include: core/*.h, cuda/*.{h,cuh} and the stand-ins for the standard library in
 // csrc/rtc. setup.py writes the definitions into the build folder.
 struct SourceFile {
-  const char* path;  // as it is included: "cuda/forward.cuh", "cstdint"
+  const char* path;  // as it is included: "cuda/forward_rows.cuh", "cstdint"
   const char* text;
 };
 extern const SourceFile kSourceFiles[];
@@ -26,8 +26,9 @@ struct Header {
 
 // What a kernel is compiled from.
 struct KernelSource {
-  std::string header;                     // "cuda/forward.cuh"
+  std::string header;                     // "cuda/forward_rows.cuh"
   std::string name;                       // in C++: "fused_op::cuda::forward_kernel<...>"
+  const void* built_in = nullptr;         // the same, compiled with the extension (core_table.h)
   std::vector<Header> more_headers = {};  // beyond the embedded ones; for tests
 };
 

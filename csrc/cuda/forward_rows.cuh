@@ -14,27 +14,36 @@
 
 namespace fused_op::cuda {
 
+// What an SM is sure to hold. ptxas refuses __launch_bounds__ of more threads than there are.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kMostSmThreads = 1024;
+#else
+constexpr int kMostSmThreads = 1536;
+#endif
+
 // How a row lies over threads. kLanes lanes have it, or as many whole warps as it needs; a warp has
 // kLanes · kVectors neighbouring packs of kPack elements, each lane every kLanes-th of them.
-template <int kPack_, int kLanes_, int kVectors_, int kSpread_, int kAhead_, bool kFew_,
-          int kThreads_, int kCtasPerSm_, int kWidth_>
+template <int kPack_, int kLanes_, int kVectors_, int kAhead_, bool kFew_, int kThreads_,
+          int kCtasPerSm_, int kWidth_, bool kFull_>
 struct ForwardTile {
   static constexpr int kPack = kPack_;
   static constexpr int kLanes = kLanes_;
   static constexpr int kVectors = kVectors_;
-  static constexpr int kSpread = kSpread_;  // warps that share what one would hold: few rows
-  static constexpr int kAhead = kAhead_;    // packs of parameters in flight
-  static constexpr bool kFew = kFew_;       // all rows are on the GPU at once: latency counts
+  static constexpr int kAhead = kAhead_;  // packs of parameters in flight
+  static constexpr bool kFew = kFew_;     // all rows are on the GPU at once: latency counts
   static constexpr int kThreads = kThreads_;
-  static constexpr int kCtasPerSm = kCtasPerSm_;
+  static constexpr int kCtasPerSm =
+      kCtasPerSm_ * kThreads <= kMostSmThreads ? kCtasPerSm_ : kMostSmThreads / kThreads;
   static constexpr int kWidth = kWidth_;  // of the rows; 0: known at run time
+  static constexpr bool kFull = kFull_;   // then no lane has a pack past the end of a row
 
   static constexpr int kStep = kLanes * kPack;
   static constexpr int kWarpCols = kStep * kVectors;
-  static constexpr int kPartCols = kWarpCols * kSpread;  // of one entry of the exchange
   static constexpr int kWarps = (kWidth + kWarpCols - 1) / kWarpCols;
   // Packs that the last warp's last lane has inside the row, too.
-  static constexpr int kSure = kWidth == 0 ? 0 : (kWidth - (kWarps - 1) * kWarpCols) / kStep;
+  static constexpr int kSure = kFull         ? kVectors
+                               : kWidth == 0 ? 0
+                                             : (kWidth - (kWarps - 1) * kWarpCols) / kStep;
   static constexpr bool kOneWarp = kLanes < kWarpSize || kWarps == 1;  // known at compile time
 };
 
@@ -70,16 +79,16 @@ __device__ __forceinline__ A sum_deviations(const Lane& lane, const Pack<T, N> (
 }
 
 // Moments of `count` elements that kLanes neighbouring lanes hold, valid in every lane; `refined`
-// takes another pass for the mean. spread(total) adds what other warps hold. Two passes over
-// registers, not E[x²] - E[x]²: nothing cancels where |mean| >> deviation.
+// takes another pass for the mean. Two passes over registers, not E[x²] - E[x]²: nothing cancels
+// where |mean| >> deviation.
 template <typename Norm, bool kWhole, int kLanes, typename Lane, typename T, int N, int kVectors,
-          typename A, typename Spread>
+          typename A>
 __device__ __forceinline__ Moments<A> moments_of_lanes(const Lane& lane,
                                                        const Pack<T, N> (&row)[kVectors], A count,
-                                                       A scale, bool refined, Spread&& spread) {
+                                                       A scale, bool refined) {
   Moments<A> moments{};
   const auto sum = [&](auto&& add) {
-    return lane_sum<kLanes>(spread(sum_deviations<kWhole>(lane, row, scale, moments.mean, add)));
+    return lane_sum<kLanes>(sum_deviations<kWhole>(lane, row, scale, moments.mean, add));
   };
   const auto itself = [](A deviation, A& total) { total += deviation; };
   const auto square = [](A deviation, A& total) {
@@ -114,7 +123,7 @@ template <typename Tile>
 __device__ __forceinline__ ForwardPlace place_of(const NormForwardArgs& args, int width) {
   const int thread = static_cast<int>(threadIdx.x);
   ForwardPlace place{blockIdx.x, true, thread % Tile::kLanes, 0, 1};
-  if (Tile::kOneWarp || (Tile::kSpread == 1 && width <= Tile::kWarpCols)) {
+  if (Tile::kOneWarp || width <= Tile::kWarpCols) {
     constexpr int kWarpRows = kWarpSize / Tile::kLanes;
     const int warps = static_cast<int>(blockDim.x) / kWarpSize;
     place.row = place.row * (warps * kWarpRows) + thread / kWarpSize +
@@ -155,11 +164,8 @@ struct Rescue {
   int width;
   CtaExchange<A> exchange;
 
-  // The warps that share one's packs all take all of them.
   __device__ OneVector lane_of(int i) const {
-    const int part = place.warp / Tile::kSpread;
-    return {part * Tile::kPartCols + place.lane * N + i * Tile::kStep, width,
-            place.live && place.warp % Tile::kSpread == 0};
+    return {place.warp * Tile::kWarpCols + place.lane * N + i * Tile::kStep, width, place.live};
   }
   __device__ void read(const OneVector& lane, Pack<Row, N> (&pack)[1]) const {
     const typename Op::Source source(args, place.row);
@@ -169,24 +175,22 @@ struct Rescue {
   __device__ Moments<A> moments(A scale) const {
     WarpMoments<A> mine{};
 #pragma unroll 1
-    for (int i = 0; i < Tile::kVectors * Tile::kSpread; ++i) {
+    for (int i = 0; i < Tile::kVectors; ++i) {
       const OneVector lane = lane_of(i);
       Pack<Row, N> pack[1];
       read(lane, pack);
       const int first = lane.first - place.lane * N;
       const A count = static_cast<A>(max(min(width - first, Tile::kStep), 0));
-      mine = append(mine, {count, moments_of_lanes<Norm, false, Tile::kLanes>(
-                                      lane, pack, count, scale, true, [](A sum) { return sum; })});
+      mine = append(mine, {count, moments_of_lanes<Norm, false, Tile::kLanes>(lane, pack, count,
+                                                                              scale, true)});
     }
     if (place.warps == 1) {
       return mine.moments;
     }
     exchange.barrier();  // read by all before it is written again
-    if (place.warp % Tile::kSpread == 0) {
-      exchange.put(place.warp / Tile::kSpread, mine);
-    }
+    exchange.put(place.warp, mine);
     exchange.barrier();
-    return merge_parts<Norm::kCentered, kMaxRowWarps>(exchange.parts, place.warps / Tile::kSpread,
+    return merge_parts<Norm::kCentered, kMaxRowWarps>(exchange.parts, place.warps,
                                                       reciprocal(static_cast<A>(width)));
   }
   __device__ void write(const Normalizer<A>& normalizer) const {
@@ -194,7 +198,7 @@ struct Rescue {
     using Y = typename Op::Epilogue::Output;
     Y* const output = static_cast<Y*>(args.output.data) + place.row * width;
 #pragma unroll 1
-    for (int i = 0; i < Tile::kVectors * Tile::kSpread; ++i) {
+    for (int i = 0; i < Tile::kVectors; ++i) {
       const OneVector lane = lane_of(i);
       Pack<Row, N> pack[1];
       read(lane, pack);
@@ -238,30 +242,6 @@ __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, int w
   rescue.write(normalizer_of<typename Op::Norm>(
       args, moments, scale, reciprocal(static_cast<A>(width)), place.row, saves));
 }
-
-// The sum of what kSpread warps hold in each lane. Two buffers in turn: one barrier a sum.
-template <typename Tile, typename A>
-struct SpreadSum {
-  int part;
-  int lane;
-  int buffer = 0;
-
-  __device__ __forceinline__ A operator()(A total) {
-    if constexpr (Tile::kSpread > 1) {
-      __shared__ A totals[2][kMaxRowWarps * kWarpSize];
-      A* const mine = totals[buffer];
-      buffer ^= 1;
-      mine[threadIdx.x] = total;
-      row_barrier(part, Tile::kSpread * Tile::kLanes);
-      total = 0;
-#pragma unroll
-      for (int i = 0; i < Tile::kSpread; ++i) {
-        total += mine[(part * Tile::kSpread + i) * Tile::kLanes + lane];
-      }
-    }
-    return total;
-  }
-};
 
 // Normalises a lane's packs and stores them. Parameters are loaded kAhead packs ahead.
 template <typename Op, typename Tile, typename Lane, typename Parameters, typename Row, int N,
@@ -343,20 +323,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     load_parameters();
   }
   const A inverse_cols = reciprocal(static_cast<A>(width));
-  const int part = place.warp / Tile::kSpread;
-  const A count = static_cast<A>(max(min(width - part * Tile::kPartCols, Tile::kPartCols), 0));
-  SpreadSum<Tile, A> spread{part, place.lane};
-  Moments<A> moments =
-      moments_of_lanes<Norm, kWhole, Tile::kLanes>(lane, row, count, A(1), false, spread);
+  const A count = static_cast<A>(
+      Tile::kFull ? Tile::kWarpCols
+                  : max(min(width - place.warp * Tile::kWarpCols, Tile::kWarpCols), 0));
+  Moments<A> moments = moments_of_lanes<Norm, kWhole, Tile::kLanes>(lane, row, count, A(1), false);
   __shared__ WarpMoments<A> parts[kMaxRowWarps];
-  const CtaExchange<A> exchange{parts};
-  const int parts_of_row = place.warps / Tile::kSpread;
-  if (!Tile::kOneWarp && parts_of_row > 1) {
-    if (place.warp % Tile::kSpread == 0) {
-      exchange.put(part, {count, moments});
-    }
+  if (!Tile::kOneWarp && place.warps > 1) {
+    const CtaExchange<A> exchange{parts};
+    exchange.put(place.warp, {count, moments});
     exchange.barrier();
-    moments = merge_parts<Norm::kCentered, kMaxRowWarps>(parts, parts_of_row, inverse_cols);
+    moments = merge_parts<Norm::kCentered, kMaxRowWarps>(parts, place.warps, inverse_cols);
   }
   // The same decision in every thread of a row; rows that share a warp go together.
   if (!__all_sync(kAllLanes, trusted(moments, static_cast<A>(width)))) {

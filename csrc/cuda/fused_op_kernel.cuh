@@ -1,56 +1,44 @@
 // The kernels, in reading order:
 //
-//   dependent_launch.cuh how a kernel is launched, and waits for those before it
+//   dependent_launch.cuh how a kernel waits for those before it
 //   memory.cuh           the instructions by which words are read and written
-//   row_access.cuh       how packs of a row are read and written
-//   word_access.cuh      the same by words, for the backward of odd rows
-//   row_tile.h           how a row is laid over threads, and which row length gets which layout
-//   row_sum.cuh          sums over the threads of a row
-//   flexible.cuh         rows whose dtypes, and whether elements are dropped, are known at run time
-//   forward.cuh          norm_forward_kernel
-//   forward_flat.cuh     rows no longer than a vector
-//   forward_short.cuh    rows of a few vectors
-//   forward_words.cuh    rows that are no whole number of vectors
-//   cluster_exchange.cuh how the CTAs of a cluster share sums
-//   device_info.h        what the launchers know of a GPU
-//   cluster_layout.h     how long rows are laid over clusters
-//   forward_long.cuh     rows of any length
-//   forward_parts.cuh    many long rows, in registers
-//   forward_pipelined.cuh many long rows, in turn
-//   backward_stage.cuh   how backward reads rows ahead
-//   backward.cuh         norm_backward_kernel
-//   backward_few.cuh     few rows
-//   backward_long.cuh    two kernels for the longest rows
-//   backward_cluster.cuh one for them where clusters are
-//   sum_partials.cuh     the last step of the parameter gradients
-//
-// Those that are compiled at their first use, from a plan (plan.h), by first_use.cpp:
-//
 //   access.cuh           how packs of a row move, by vectors or by words
+//   row_sum.cuh          sums over the threads of a row
 //   forward_rows.cuh     forward_kernel
+//   forward_flat.cuh     forward_flat_kernel: rows no longer than a vector
+//   long_rows.cuh        the parts of a row that is longer than a CTA's registers
+//   cluster_exchange.cuh how the CTAs of a cluster share sums
+//   forward_cluster.cuh  forward_cluster_kernel: a cluster has a row
+//   forward_in_turn.cuh  forward_in_turn_kernel: many of them in turn
+//   forward_streamed.cuh forward_streamed_kernel: rows of any length
 //   backward_tile.h      how backward lays a row over threads
 //   staged_rows.cuh      how it reads rows ahead
+//   backward_op.cuh      what it computes of one pack
 //   backward_rows.cuh    backward_kernel
-//   add_partials.cuh     the last step of the parameter gradients
+//   backward_few.cuh     backward_few_kernel: few rows
+//   backward_long.h      how rows longer than a CTA are cut up
+//   backward_columns.cuh two kernels for them
+//   backward_cluster.cuh one for many of them
+//   add_partials.cuh     add_partials_kernel, the last step of the parameter gradients
 //
-// The launchers:
+// Their launches, on the host:
 //
-//   launch.cuh           what they share
-//   launch_forward.cuh   those of one dtype pair, instantiated by launch_*.cu
-//   launch_backward.cuh
+//   plan.h               how a call lies over the GPU, as integers: plan.cpp, plan_*.cpp
+//   core_table.h         the kernels that are compiled with the extension: fused_op_kernel.cu
+//   kernels.h            where all others come from: the package, a cache, or compile.cpp
+//   launch.h             launch_forward.cpp, launch_backward.cpp, launch_backward_long.cpp
 //
-// The formulas are in core/norm_math.h, what a row is made of in core/row_source.h. All torch-free.
+// The formulas are in core/norm_math.h; what a row is made of, and what becomes of it, in
+// core/source.h and core/epilogue.h. All torch-free.
 #pragma once
 
-#include "cuda/backward.cuh"
+#include "cuda/add_partials.cuh"
 #include "cuda/backward_cluster.cuh"
+#include "cuda/backward_columns.cuh"
 #include "cuda/backward_few.cuh"
-#include "cuda/backward_long.cuh"
-#include "cuda/forward.cuh"
+#include "cuda/backward_rows.cuh"
+#include "cuda/forward_cluster.cuh"
 #include "cuda/forward_flat.cuh"
-#include "cuda/forward_long.cuh"
-#include "cuda/forward_parts.cuh"
-#include "cuda/forward_pipelined.cuh"
-#include "cuda/forward_short.cuh"
-#include "cuda/forward_words.cuh"
-#include "cuda/sum_partials.cuh"
+#include "cuda/forward_in_turn.cuh"
+#include "cuda/forward_rows.cuh"
+#include "cuda/forward_streamed.cuh"

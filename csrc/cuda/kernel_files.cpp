@@ -118,9 +118,7 @@ Jit jit_mode() {
       throw std::runtime_error("FUSED_OP_JIT must be 0, 1 or require, got '" + std::string(value) +
                                "'");
     }
-    mode = static_cast<int>(value == "0"         ? Jit::kOff
-                            : value == "require" ? Jit::kRequired
-                                                 : Jit::kOn);
+    mode = static_cast<int>(value == "0" ? Jit::kOff : Jit::kOn);
     known.store(mode, std::memory_order_relaxed);
   }
   return static_cast<Jit>(mode);

@@ -19,13 +19,12 @@ namespace fused_op::cuda {
 
 // $FUSED_OP_JIT, read once.
 enum class Jit {
-  kOff,       // "0": no compiler runs and no cache is read; the package's kernels alone
-  kOn,        // "1", or not set
-  kRequired,  // "require": a kernel that cannot be had is an error
+  kOff,  // "0": no compiler runs and no cache is read; the core table and the package alone
+  kOn,   // "1", "require", or not set
 };
 Jit jit_mode();  // throws std::runtime_error for any other value
 
-enum class Origin { kPackage, kCache, kCompiled };
+enum class Origin { kCore, kPackage, kCache, kCompiled };
 
 struct FoundImage {
   Image image;

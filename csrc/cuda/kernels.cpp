@@ -1,5 +1,6 @@
 #include "cuda/kernels.h"
 
+#include <cuda_runtime_api.h>
 #include <pthread.h>
 
 #include <mutex>
@@ -10,6 +11,7 @@
 namespace fused_op::cuda {
 
 constinit std::atomic<const KernelEntry*> kernel_buckets[kKernelBuckets] = {};
+constinit std::atomic<int> kernel_count{0};
 
 namespace {
 
@@ -95,6 +97,25 @@ Kernel::Facts facts_of(const Driver& driver, CUkernel kernel, const DeviceInfo& 
           get(CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)};
 }
 
+// A kernel of the core table. Sets `kernel`, or returns what is wrong: the extension may have been
+// compiled for other GPUs than this.
+Failure load_built_in(const Driver& driver, const void* built_in, const DeviceInfo& device,
+                      const Kernel*& kernel) {
+  const RelaxedCapture relaxed(driver);
+  cudaKernel_t handle = nullptr;
+  if (const cudaError_t status = cudaGetKernel(&handle, built_in)) {
+    cudaGetLastError();  // takes the error back
+    return {std::string("cudaGetKernel failed: ") + cudaGetErrorName(status)};
+  }
+  const auto as_driver = reinterpret_cast<CUkernel>(handle);
+  Failure failed = put_on(driver, as_driver, device);
+  if (failed.problem.empty()) {
+    kernel = new Kernel(handle, Origin::kCore, facts_of(driver, as_driver, device));
+    kernel->set_on(device);
+  }
+  return failed;
+}
+
 // Sets `kernel`, or returns what is wrong.
 Failure load(const Driver& driver, const FoundImage& found, const DeviceInfo& device,
              const Kernel*& kernel) {
@@ -125,6 +146,12 @@ Failure find_and_load(const KernelSource& source, const DeviceInfo& device, cons
   if (!driver.why_not.empty()) {
     return {driver.why_not};
   }
+  if (source.built_in != nullptr) {
+    Failure failed = load_built_in(driver, source.built_in, device, kernel);
+    if (failed.problem.empty() || !failed.is_lasting) {
+      return failed;
+    }
+  }
   try {
     const FoundImage found = find_image(source, device.arch);
     Failure failed = load(driver, found, device, kernel);
@@ -152,6 +179,9 @@ const KernelEntry* add_entry(const KernelKey& key, const DeviceInfo& device,
   const auto* const entry =
       new KernelEntry{key, device.arch, kernel, failed.problem, bucket.load()};
   bucket.store(entry, std::memory_order_release);
+  if (kernel != nullptr && kernel->origin() != Origin::kCore) {
+    kernel_count.fetch_add(1, std::memory_order_relaxed);
+  }
   return entry;
 }
 
@@ -187,7 +217,7 @@ const std::string& why_no_kernel() { return last_problem; }
 
 const Kernel* find_missing_kernel(const KernelKey& key, const DeviceInfo& device,
                                   const std::function<KernelSource()>& source) {
-  const Jit mode = jit_mode();
+  jit_mode();  // throws for a value that means nothing
   const KernelEntry* const entry = look_up(key, device.arch);
   if (entry != nullptr && entry->kernel == nullptr) {
     last_problem = entry->problem;
@@ -196,9 +226,6 @@ const Kernel* find_missing_kernel(const KernelKey& key, const DeviceInfo& device
     if (const Kernel* const kernel = find_locked(key, device, source, last_problem)) {
       return kernel;
     }
-  }
-  if (mode == Jit::kRequired) {
-    throw KernelError("FUSED_OP_JIT is 'require', and a kernel cannot be had: " + last_problem);
   }
   return nullptr;
 }

@@ -1,5 +1,5 @@
-// Kernels that are compiled at their first use: the table in memory, which a launch asks, and the
-// loading of what kernel_files.cpp finds. Host code without torch.
+// Kernels, by their keys: the table in memory, which a launch asks, and the loading of those of the
+// core table and of what kernel_files.cpp finds. Host code without torch.
 //
 //   const Kernel* kernel = find_kernel(key, device, [&] { return KernelSource{header, name}; });
 //   if (kernel == nullptr || !kernel->allow_shared(bytes, device)) { ... why_no_kernel() ... }
@@ -19,7 +19,7 @@
 
 namespace fused_op::cuda {
 
-// Everything that tells a kernel from others, packed by the launcher.
+// Everything that tells a kernel from others, packed by the launch.
 struct KernelKey {
   std::uint64_t low;
   std::uint64_t high;
@@ -27,7 +27,7 @@ struct KernelKey {
   bool operator==(const KernelKey&) const = default;
 };
 
-// A kernel that cannot be had although FUSED_OP_JIT=require.
+// A kernel that cannot be had, and why.
 struct KernelError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -129,6 +129,9 @@ inline const KernelEntry* look_up(const KernelKey& key, int arch) {
   return entry;
 }
 
+// Kernels that are loaded, but for those of the core table.
+extern std::atomic<int> kernel_count;
+
 // What find_kernel does when the table does not have the kernel ready for the device.
 const Kernel* find_missing_kernel(const KernelKey& key, const DeviceInfo& device,
                                   const std::function<KernelSource()>& source);
@@ -136,8 +139,7 @@ const Kernel* find_missing_kernel(const KernelKey& key, const DeviceInfo& device
 // The kernel of that key for the current device, which `device` describes; null if it cannot be
 // had. `source`, which returns a KernelSource, is called on a miss alone. A miss takes half a
 // second where the kernel has to be compiled, and may happen while a graph is captured. Throws
-// KernelError in the place of null if FUSED_OP_JIT=require, std::runtime_error if that has another
-// value.
+// std::runtime_error if FUSED_OP_JIT has a value that means nothing.
 template <typename Source>
 const Kernel* find_kernel(const KernelKey& key, const DeviceInfo& device, Source&& source) {
   const KernelEntry* const entry = look_up(key, device.arch);

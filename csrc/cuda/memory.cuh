@@ -38,7 +38,7 @@ struct FetchLine {};
 // product, LayerNorm at 4096x4096: 220.9 221.0. Rows evicted first: 258 273 at 32768x4096, fp32; y
 // evicted first, and last: 261, 259. Backward, which reads two rows for one, was up to 1 % slower.
 // Not for cp.async: ptxas 13.0 makes illegal instructions of it in some kernels (desc[UR1], an odd
-// register); bulk copies have it (forward_pipelined.cuh).
+// register); bulk copies have it (forward_in_turn.cuh).
 __device__ __forceinline__ std::uint64_t evict_last() {
   std::uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -168,6 +168,20 @@ __device__ __forceinline__ void load_if(bool wanted, const void* address, std::u
   }
 }
 
+// 16 bytes, likewise, and the L2 cache fetches the whole line of 128 bytes that they are in.
+__device__ __forceinline__ void load_line_if(bool wanted, const void* address,
+                                             std::uint32_t* words) {
+  asm volatile(
+      "{\n"
+      "  .reg .pred wanted;\n"
+      "  setp.ne.b32 wanted, %5, 0;\n"
+      "  @wanted ld.global.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+      : "l"(address), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+
 // The 2 bytes at `address` into the lower half of a word, where `wanted`.
 __device__ __forceinline__ void load_half_if(bool wanted, const void* address,
                                              std::uint32_t* word) {
@@ -216,18 +230,6 @@ __device__ __forceinline__ void load_kept_if(bool wanted, const void* address,
   load_if<kWords>(wanted, address, words);
 #endif
 }
-// The same of a vector that is wanted. (load_kept_if with a constant made other machine code of
-// four kernels in bf16.)
-__device__ __forceinline__ void load_kept(const void* address, std::uint32_t* words) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("ld.global.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %5;"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "l"(address), "l"(evict_last())
-               : "memory");
-#else
-  load_if(true, address, words);
-#endif
-}
 
 // A word to global memory, or the four of 16 bytes, where `wanted`, in one predicated instruction:
 // a branch takes four, and in a loop over rows the compiler may take a vector apart.
@@ -254,15 +256,6 @@ __device__ __forceinline__ void store_if(bool wanted, void* address, const std::
         : "l"(address), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]),
           "r"(static_cast<int>(wanted))
         : "memory");
-  }
-}
-// A pack of whole vectors.
-template <typename T, int N>
-__device__ __forceinline__ void store_pack_if(bool wanted, T* address, const Pack<T, N>& pack) {
-  static_assert(sizeof(pack) % kVectorBytes == 0);
-#pragma unroll
-  for (int i = 0; i < N / kVector<T>; ++i) {
-    store_if(wanted, address + i * kVector<T>, pack.words + 4 * i);
   }
 }
 

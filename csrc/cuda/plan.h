@@ -16,7 +16,14 @@ namespace fused_op::cuda {
 
 // What the kernels of a plan are compiled from.
 constexpr const char* kForwardHeader = "cuda/forward_rows.cuh";
+constexpr const char* kFlatHeader = "cuda/forward_flat.cuh";
+constexpr const char* kForwardClusterHeader = "cuda/forward_cluster.cuh";
+constexpr const char* kForwardInTurnHeader = "cuda/forward_in_turn.cuh";
+constexpr const char* kForwardStreamedHeader = "cuda/forward_streamed.cuh";
 constexpr const char* kBackwardHeader = "cuda/backward_rows.cuh";
+constexpr const char* kFewHeader = "cuda/backward_few.cuh";
+constexpr const char* kColumnsHeader = "cuda/backward_columns.cuh";
+constexpr const char* kClusterHeader = "cuda/backward_cluster.cuh";
 constexpr const char* kPartialsHeader = "cuda/add_partials.cuh";
 
 // What a forward call computes, as types.
@@ -33,40 +40,88 @@ struct ForwardSpec {
 };
 ForwardSpec spec_of(const NormForwardArgs& args);
 
+// How the elements of a row are dealt out: in units, which a lane takes as one pack or two.
+struct Deal {
+  int unit;  // elements
+  int pack;  // elements, a unit or half of one
+};
+Deal deal_of(const ForwardSpec& spec);
+
 // The arguments of ForwardTile (forward_rows.cuh), in its order, and the launch.
 struct ForwardPlan {
-  int pack;     // elements that a lane takes at a time
-  int lanes;    // of a row; 32: as many warps as the row needs
-  int vectors;  // packs of a lane
-  int spread;   // warps that share what one would hold
-  int ahead;    // packs of parameters in flight
-  bool few;     // all rows are on the GPU at once
-  int threads;  // of a CTA
+  int pack;          // elements that a lane takes at a time
+  int lanes;         // of a row; 32: as many warps as the row needs
+  int vectors;       // packs of a lane
+  int ahead;         // packs of parameters in flight
+  bool few;          // all rows are on the GPU at once
+  int most_threads;  // of a CTA
   int ctas_per_sm;
-  int width;  // a constant of the kernel
+  int width;  // a constant of the kernel; 0: known at run time
+  bool core;  // the kernel is in the core table: its rows fill their lanes
 
-  bool words;  // rows move by words: their addresses or their length do not allow vectors
+  bool words;     // rows move by words: their addresses or their length do not allow vectors
+  int flat_rows;  // of a thread of forward_flat_kernel; 0: forward_kernel takes the call
+  int threads;    // of a CTA
   std::int64_t ctas;
 };
 
-// Whether a call's kernel was compiled with the extension.
+// Where the rows of a call lie.
+struct RowPlaces {
+  bool aligned;   // each begins where vectors of its type may
+  bool one_span;  // those of the input one after the other, from a multiple of 16 bytes on
+};
+RowPlaces places_of(const NormForwardArgs& args, const ForwardSpec& spec);
+
+// Whether the kernel of a call whose rows are aligned was compiled with the extension.
 bool is_core(const ForwardSpec& spec, std::int64_t cols);
 
 // Columns up to which a row fits into the registers of a CTA.
 std::int64_t most_forward_cols(const ForwardSpec& spec);
 
-// Whether a call's kernel is compiled at first use.
-bool has_plan(const ForwardSpec& spec, std::int64_t cols);
-
-// `aligned`: every row begins where vectors of its type may.
 ForwardPlan plan_forward(const ForwardSpec& spec, std::int64_t rows, std::int64_t cols,
-                         bool aligned, const DeviceInfo& device);
+                         RowPlaces places, const DeviceInfo& device);
 
-// Whether every row of the arguments begins at a multiple of the bytes of one of its packs.
-bool rows_aligned(const NormForwardArgs& args, const ForwardSpec& spec);
-
-// The kernel's name in C++.
+// What the kernel is compiled from.
+inline const char* header_of(const ForwardPlan& plan) {
+  return plan.flat_rows > 0 ? kFlatHeader : kForwardHeader;
+}
+// Names in C++: of the first argument of a forward kernel's template, and of the kernel.
+std::string op_name(const ForwardSpec& spec, bool words);
 std::string kernel_name(const ForwardSpec& spec, const ForwardPlan& plan);
+
+// How longer rows are taken: a cluster has one in its registers, or some in turn, or a CTA reads
+// one twice.
+enum class LongForm : int { kCluster, kInTurn, kStreamed };
+
+// The arguments of LongTile (long_rows.cuh), in its order, and the launch.
+struct LongForwardPlan {
+  int pack;
+  int vectors;  // packs of a lane in a part
+  int parts;    // of a warp, at a time
+  int ahead;
+  int most_threads;  // of a CTA
+  int ctas_per_sm;
+
+  LongForm form;
+  bool words;
+  int cluster;        // CTAs that share a row; 0: streamed
+  int cta_parts;      // of a row, in each CTA but the last, which has what is left
+  int threads;        // of a CTA
+  std::int64_t ctas;  // in turn: those of one wave, times what the GPU runs of them
+  std::int64_t shared_bytes;
+};
+
+// Of rows longer than most_forward_cols(); at two strides there are none.
+LongForwardPlan plan_long_forward(const ForwardSpec& spec, std::int64_t rows, std::int64_t cols,
+                                  bool aligned, const DeviceInfo& device);
+// The same without clusters, where there is no place for one.
+LongForwardPlan plan_streamed(const ForwardSpec& spec, std::int64_t rows, std::int64_t cols,
+                              bool aligned);
+// CTAs of a launch in turn, of a GPU that runs `active` clusters of the largest CTAs at once.
+std::int64_t ctas_in_turn(const LongForwardPlan& plan, std::int64_t rows, int active);
+
+const char* header_of(const LongForwardPlan& plan);
+std::string kernel_name(const ForwardSpec& spec, const LongForwardPlan& plan);
 
 // What a backward call computes, as types.
 struct BackwardSpec {
@@ -97,8 +152,8 @@ struct BackwardPlan {
   int stages;
   int keep;
   bool parameters_stay;
-  bool stats_ahead;
-  int width;  // a constant of the kernel
+  int width;  // a constant of the kernel; 0: known at run time
+  bool core;  // the kernel is in the core table: its rows fill their lanes
 
   Move move;
   int row_threads;
@@ -115,11 +170,80 @@ BackwardPlan plan_backward(const BackwardSpec& spec, std::int64_t rows, std::int
                            const DeviceInfo& device);
 Move most_aligned(const NormBackwardArgs& args, const BackwardSpec& spec);
 
-// The same of a whole call; `lanes` is 0 also where its kernel was compiled with the extension.
+// The same of a whole call.
 BackwardPlan plan_backward(const NormBackwardArgs& args, const BackwardSpec& spec,
                            const DeviceInfo& device);
 
 std::string kernel_name(const BackwardSpec& spec, const BackwardPlan& plan);
+
+// Few rows that fit into a CTA: some CTAs take rows, the others slabs of columns. Which lane has an
+// element is what plan_backward decides, so that a row has the same dx beside many others. The
+// width is none of the kernel's constants.
+struct BackwardFewPlan {
+  int pack;
+  int lanes;
+  int vectors;
+  int keep;
+
+  Move move;  // vectors or words
+  int row_threads;
+  int side_by_side;  // rows of a CTA
+  std::int64_t row_ctas;
+  std::int64_t slabs;
+};
+
+// `lanes` is 0 where rows are too many or too long. wants_rows: the gradient of a row.
+BackwardFewPlan plan_backward_few(const BackwardSpec& spec, std::int64_t rows, std::int64_t cols,
+                                  Move most_aligned, bool wants_rows, bool wants_sums,
+                                  const DeviceInfo& device);
+BackwardFewPlan plan_backward_few(const NormBackwardArgs& args, const BackwardSpec& spec,
+                                  const DeviceInfo& device);
+std::string kernel_name(const BackwardSpec& spec, const BackwardFewPlan& plan);
+
+// Rows that do not fit into a CTA (backward_long.h). Two kernels take them, one after the other, or
+// one with clusters where there are many rows.
+struct BackwardLongPlan {
+  int pack;
+  int vectors;  // packs of a unit
+  Move move;    // vectors or words
+  std::int64_t pieces;
+  std::int64_t slabs;   // of columns, in the second kernel
+  std::int64_t chunks;  // of rows there, and rows of partial sums
+  std::int64_t row_sums_bytes;
+  std::int64_t partials_bytes;  // 0: the sums of the columns are the gradients
+
+  int cluster;  // CTAs of a cluster; 0: none
+  int stages;   // rows in flight there
+  std::int64_t cluster_shared_bytes;
+  std::int64_t clusters;  // at most, and rows of partial sums
+  std::int64_t cluster_partials_bytes;
+
+  // Row sums, and then partial sums. A launch that finds no place for a cluster takes the other
+  // way.
+  std::int64_t workspace_bytes() const {
+    return row_sums_bytes +
+           (partials_bytes > cluster_partials_bytes ? partials_bytes : cluster_partials_bytes);
+  }
+};
+
+BackwardLongPlan plan_backward_long(const BackwardSpec& spec, std::int64_t rows, std::int64_t cols,
+                                    Move most_aligned, bool wants_sums, bool adds_sums,
+                                    const DeviceInfo& device);
+BackwardLongPlan plan_backward_long(const NormBackwardArgs& args, const BackwardSpec& spec,
+                                    const DeviceInfo& device);
+// The row sums are the same whatever becomes of dx.
+BackwardSpec row_sums_spec(const BackwardSpec& spec);
+std::string row_sums_kernel_name(const BackwardSpec& spec, const BackwardLongPlan& plan);
+std::string columns_kernel_name(const BackwardSpec& spec, const BackwardLongPlan& plan);
+std::string cluster_kernel_name(const BackwardSpec& spec, const BackwardLongPlan& plan);
+
+// Bytes of so many rows of partial sums, 0 if they are not needed: a single one is the gradients.
+std::int64_t partials_bytes(const BackwardSpec& spec, std::int64_t parts, std::int64_t cols,
+                            bool wants_sums, bool adds_sums);
+// BackwardOp of the kernels' names.
+std::string op_name(const BackwardSpec& spec, Move move);
+// Whether its rows fit into a CTA, as plan_backward decides.
+bool fits_cta(const NormBackwardArgs& args, const BackwardSpec& spec, const DeviceInfo& device);
 // Of the kernel that adds the partial sums.
 std::string partials_kernel_name(const BackwardSpec& spec);
 

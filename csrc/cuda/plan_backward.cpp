@@ -3,6 +3,7 @@
 
 #include "core/pack.h"
 #include "cuda/backward_tile.h"
+#include "cuda/core_table.h"
 #include "cuda/plan.h"
 #include "cuda/plan_names.h"
 
@@ -12,6 +13,7 @@ namespace {
 constexpr int kWarpSize = 32;
 constexpr int kMostThreads = 512;  // of a CTA: 128 registers a thread
 constexpr int kMostWarps = kMostThreads / kWarpSize;
+constexpr std::int64_t kMostCoreBytes = 8192;  // of a row of the core table
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -35,8 +37,15 @@ int widest(const BackwardSpec& spec) {
   return size;
 }
 
-// Elements that a lane takes as one pack or several.
-int unit_of(const BackwardSpec& spec) { return is_double(spec) ? 2 : 8; }
+// Elements that a lane takes as one pack or several: 16 bytes of the narrowest stream.
+int unit_of(const BackwardSpec& spec) {
+  const Streams streams = streams_of(spec);
+  int size = std::min(size_of(spec.input), spec.adds ? size_of(spec.residual) : 8);
+  for (int s = 0; s < streams.count; ++s) {
+    size = std::min(size, size_of(streams.dtypes[s]));
+  }
+  return kVectorBytes / size;
+}
 bool by_words(const BackwardSpec& spec, std::int64_t cols) { return cols % unit_of(spec) != 0; }
 int pack_of(const BackwardSpec& spec, bool odd) {
   if (odd) {
@@ -45,20 +54,28 @@ int pack_of(const BackwardSpec& spec, bool odd) {
   return kVectorBytes / widest(spec);
 }
 
-// A row's lanes, the units of each, and its warps.
+// A row's lanes, the units of each, and its warps, in a CTA of so many threads.
 struct Grid {
   int lanes;
   int units;
   int warps;
+  int threads = kMostThreads;
 };
+
+// Three or four units a lane make long loops, whose place in memory alone makes a difference of a
+// tenth; two in a CTA of 640 threads, which keep nothing, do not: 0.83 to 0.91 and 0.93 of add at
+// 26214x5120 (H200, bf16).
+constexpr int kWideThreads = 640;
 
 // How good so many units a lane are: the share of a CTA's lanes that have work, less where only one
 // row fits, since its barriers then stop the whole SM, and less where a thread has too much to keep
 // the row in registers.
-std::int64_t merit(std::int64_t units, int per_lane) {
+std::int64_t merit(std::int64_t units, int per_lane, int threads = kMostThreads) {
   const std::int64_t warps = ceil_div(units, std::int64_t{kWarpSize} * per_lane);
-  const std::int64_t rows = kMostWarps / warps;
-  return rows * units * (rows == 1 ? 9 : 10) * (per_lane == 2 ? 4 : 3) * (12 / per_lane);
+  const std::int64_t rows = threads / kWarpSize / warps;
+  const bool keeps = per_lane == 2 && threads == kMostThreads;
+  return rows * units * (rows == 1 ? 9 : 10) * (keeps ? 4 : 3) *
+         (12 * 10240 / threads / per_lane);  // divisible by all of them
 }
 
 int lanes_for(std::int64_t units) {
@@ -69,60 +86,146 @@ int lanes_for(std::int64_t units) {
   return lanes;
 }
 
-// `light`: as few units a lane as possible.
-Grid best_grid(std::int64_t units, bool light) {
-  if (light && units <= kMostThreads) {
+// Rows that share a warp, three units a lane, where one unit would leave more lanes idle. H200,
+// bf16, LayerNorm, share of add with one unit and with three: 0.72 0.89 at 466033x144, 0.74 0.85 at
+// 203360x330.
+Grid shared_warp_grid(std::int64_t units) {
+  for (int lanes = 4; lanes < kWarpSize; lanes *= 2) {
+    if (units > 2 * lanes && units <= 3 * lanes) {
+      return {lanes, 3, 1};
+    }
+  }
+  return {lanes_for(units), 1, 1};
+}
+
+// The layout of a row of so many units, `odd` where they are no whole vectors.
+Grid best_grid(const BackwardSpec& spec, std::int64_t units, bool odd) {
+  const bool drops = spec.drops_input || spec.drops_output;
+  // Philox takes registers, and by words one call for a pack of two elements or one.
+  if (drops && odd && units <= kMostThreads) {
     return {std::min(lanes_for(units), kWarpSize), 1, static_cast<int>(ceil_div(units, kWarpSize))};
   }
-  if (units <= kWarpSize) {
-    return {lanes_for(units), 1, 1};
+  if (units < 3 * kWarpSize / 2) {
+    return shared_warp_grid(units);
   }
-  int best = 2;
-  for (int per_lane = 3; per_lane <= 4; ++per_lane) {
-    best = merit(units, per_lane) > merit(units, best) ? per_lane : best;
+  const auto grid = [&](int per_lane, int threads = kMostThreads) {
+    return Grid{kWarpSize, per_lane,
+                static_cast<int>(ceil_div(units, std::int64_t{kWarpSize} * per_lane)), threads};
+  };
+  const std::int64_t two = merit(units, 2);
+  const std::int64_t wide = drops ? 0 : merit(units, 2, kWideThreads);
+  const std::int64_t three = merit(units, 3);
+  const std::int64_t four = merit(units, 4);
+  // Of equal merit, three are better than two, which leave lanes idle then: 0.90 0.92 of add at
+  // 174762x768 (H200, bf16). Not so with the gradient of a sum, nor for RMSNorm by words.
+  const bool two_at_tie = odd ? spec.norm == NormKind::kRmsNorm : spec.adds;
+  if (two >= wide && two >= four && (two_at_tie ? two >= three : two > three)) {
+    return grid(2);
   }
-  return {kWarpSize, best, static_cast<int>(ceil_div(units, std::int64_t{kWarpSize} * best))};
+  if (wide >= three && wide >= four) {
+    return grid(2, kWideThreads);
+  }
+  return grid(three >= four ? 3 : 4);
+}
+
+// The core table's tile that a row fills, with three rows in flight; -1: there is none.
+int core_tile(const BackwardSpec& spec, std::int64_t cols) {
+  const bool one_type = spec.input == spec.row && spec.grad_output == spec.row &&
+                        (!spec.adds || spec.residual == spec.row) &&
+                        is_tuned_pair(spec.row, spec.parameters) && !is_double(spec);
+  const bool options = spec.drops_input || spec.drops_output || spec.recovers || spec.split;
+  const std::int64_t bytes = cols * size_of(spec.row);
+  if (!one_type || options || bytes % kVectorBytes != 0 || bytes > kMostCoreBytes) {
+    return -1;
+  }
+  const std::int64_t vectors = bytes / kVectorBytes;
+  for (int i = spec.adds ? kFirstWithSum : 0; i < kCoreBackwardCount; ++i) {
+    const CoreBackwardTile& tile = kCoreBackwardTiles[i];
+    const int of_tile = tile.lanes * tile.vectors;
+    const bool several = tile.vectors == 2;  // warps
+    if (tile.stages == 3 && (vectors == of_tile || (several && vectors % of_tile == 0))) {
+      return i;
+    }
+  }
+  return -1;
+}
+
+// How the lanes of a row take its units, whatever its address.
+Grid grid_of(const BackwardSpec& spec, std::int64_t cols) {
+  const std::int64_t units = ceil_div(cols, unit_of(spec));
+  const int tile = core_tile(spec, cols);
+  if (tile >= 0) {
+    const CoreBackwardTile& core = kCoreBackwardTiles[tile];
+    const std::int64_t of_warp = std::int64_t{core.lanes} * core.vectors;
+    return {core.lanes, core.vectors, static_cast<int>(ceil_div(units, of_warp))};
+  }
+  return best_grid(spec, units, by_words(spec, cols));
 }
 
 // Shared memory of the lanes that share a warp and a row.
 std::int64_t group_bytes(const BackwardSpec& spec, const BackwardPlan& plan) {
   const Streams streams = streams_of(spec);
-  std::int64_t stage = 0;
+  int stage = 0;
   for (int s = 0; s < streams.count; ++s) {
     stage += staged_bytes(plan.move != Move::kVectors, plan.pack, plan.lanes, plan.vectors,
                           size_of(streams.dtypes[s]));
   }
   const int parameters =
       std::max(plan.pack * size_of(spec.parameters), 4) * (spec.recovers ? 2 : 1);
-  return plan.stages * stage +
+  return std::int64_t{plan.stages} * stage +
          (plan.parameters_stay ? 0 : parameter_bytes(plan.lanes, plan.vectors, parameters));
+}
+
+// What a lane keeps of its `own` elements between the two passes over a row: values where there are
+// registers for them, else the packs. H200, bf16, LayerNorm, share of add with nothing kept and
+// with values: 0.84 0.88 at 87381x768; us of four units a lane with nothing, of three with packs:
+// 47.1 45.2 at 2048x12288.
+int keep_of(const BackwardSpec& spec, std::int64_t cols, const BackwardPlan& plan, int own) {
+  if (own * (is_double(spec) ? 8 : 4) <= 64) {
+    return kKeepValues;
+  }
+  const bool plain = plan.pack == 8 && plan.move == Move::kVectors && !spec.recovers &&
+                     !spec.drops_input && !spec.drops_output;
+  const bool centered = spec.norm == NormKind::kLayerNorm;
+  if (!plain || own > 32 || (own == 32 && centered)) {
+    return kKeepNothing;
+  }
+  if (own == 32 || plan.row_threads > kWarpSize) {
+    return kKeepPacks;
+  }
+  const bool full = cols == std::int64_t{plan.row_threads} * own;  // and no bounds are checked
+  return !centered || (full && !spec.adds) ? kKeepValues : kKeepNothing;
 }
 
 // The tile of a row that moves so.
 BackwardPlan tile_of(const BackwardSpec& spec, std::int64_t cols, Move move) {
   const bool odd = by_words(spec, cols);
-  const bool drops = spec.drops_input || spec.drops_output;
-  const int unit = unit_of(spec);
-  // Philox takes registers, and by words one call for a pack of two elements or one.
-  const Grid grid = best_grid(ceil_div(cols, unit), drops && odd);
-  const int own = grid.units * unit;  // elements of a lane
+  const Grid grid = grid_of(spec, cols);
+  const int core = core_tile(spec, cols);
   BackwardPlan plan{};
+  if (core >= 0 && move == Move::kVectors) {
+    plan = core_backward_plan(core, size_of(spec.row), spec.adds);
+    plan.move = move;
+    plan.row_threads = grid.lanes * grid.warps;
+    return plan;
+  }
+  const int own = grid.units * unit_of(spec);  // elements of a lane
   plan.pack = pack_of(spec, odd);
   plan.lanes = grid.lanes;
   plan.vectors = own / plan.pack;
   plan.width = static_cast<int>(cols);
   plan.move = odd && move == Move::kVectors ? Move::kWholeWords : move;
   plan.row_threads = grid.lanes * grid.warps;
+  const bool drops = spec.drops_input || spec.drops_output;
   const bool light = grid.units == 1 && plan.row_threads <= 256 && !is_double(spec);
   const bool tight = drops && (spec.adds || plan.pack < 8 || plan.move != Move::kVectors);
   const bool three = plan.move == Move::kVectors && !spec.adds && !spec.recovers && !tight;
-  plan.most_threads = light ? 256 : kMostThreads;
+  const bool wide = grid.threads == kWideThreads;
+  plan.most_threads = light ? 256 : grid.threads;
   plan.ctas_per_sm = !light ? 1 : three ? 3 : 2;
-  const bool room_for_values = own * (is_double(spec) ? 8 : 4) <= 64;
-  plan.keep = room_for_values && !tight ? kKeepValues : kKeepNothing;
+  plan.keep = tight || wide ? kKeepNothing : keep_of(spec, cols, plan, own);
   const int parameter_size = own * size_of(spec.parameters) * (spec.recovers ? 2 : 1);
   plan.parameters_stay = parameter_size <= 32 && !(drops && own > 8);
-  plan.stats_ahead = true;
   return plan;
 }
 
@@ -136,11 +239,14 @@ std::int64_t threads_with_room(const BackwardPlan& plan, const BackwardSpec& spe
   return threads / unit * unit;
 }
 
-// Rows in flight: three where all threads of the CTAs of an SM have room for them.
+// Rows in flight: three where all threads of the CTAs of an SM have room for them, and always in
+// the core table's tiles of one vector a lane.
 void fit_shared(BackwardPlan& plan, const BackwardSpec& spec, const DeviceInfo& device) {
   plan.stages = 3;
   const std::int64_t groups = plan.most_threads / plan.lanes;
-  if (groups * group_bytes(spec, plan) * plan.ctas_per_sm > most_dynamic_shared(device)) {
+  const bool all =
+      groups * group_bytes(spec, plan) * plan.ctas_per_sm <= most_dynamic_shared(device);
+  if (!all && (plan.width > 0 || plan.vectors > 1)) {
     plan.stages = 2;
   }
   if (threads_with_room(plan, spec, device) == 0) {
@@ -159,15 +265,43 @@ bool has_room(const BackwardSpec& spec, std::int64_t cols, const DeviceInfo& dev
   return threads_with_room(plan, spec, device) > 0;
 }
 
+// Few rows for each team of threads: what comes before the first one and after the last one counts.
+constexpr std::int64_t kFewSteps = 16;
+
+// How many rows a CTA has side by side, and how many CTAs there are.
+void lay_rows(BackwardPlan& plan, const BackwardSpec& spec, std::int64_t rows, std::int64_t cols,
+              const DeviceInfo& device) {
+  std::int64_t most = threads_with_room(plan, spec, device);
+  const int unit = std::max(plan.row_threads, kWarpSize);
+  // One CTA where it holds all rows, and needs no partial sums then. Else a CTA for every SM comes
+  // first, and then as many rows side by side as it holds.
+  const std::int64_t most_rows = most / plan.row_threads;
+  const std::int64_t rows_of_cta =
+      rows <= most_rows ? rows : ceil_div(rows, device.multiprocessors);
+  // One row in eight less where there are many and no lane is idle: share of add with all and so,
+  // 0.945 0.957 at 131072x1024, 0.917 0.923 at 262144x256 (H200, bf16).
+  const std::int64_t own = std::int64_t{plan.vectors} * plan.pack;
+  const bool full = plan.lanes == kWarpSize && plan.move == Move::kVectors &&
+                    own <= 2 * unit_of(spec) && cols == plan.row_threads * own;
+  if (full && most_rows >= 8 && rows_of_cta > kFewSteps * most_rows) {
+    most = most / 8 * 7;
+  }
+  const std::int64_t units =
+      std::clamp<std::int64_t>(ceil_div(rows_of_cta * plan.row_threads, unit), 1, most / unit);
+  plan.side_by_side = static_cast<int>(units * unit / plan.row_threads);
+  plan.ctas = std::min<std::int64_t>(std::int64_t{device.multiprocessors} * plan.ctas_per_sm,
+                                     ceil_div(rows, plan.side_by_side));
+}
+
 }  // namespace
 
 BackwardSpec spec_of(const NormBackwardArgs& args) {
-  const bool one_type =
-      args.grad_input.dtype == args.dtype && args.grad_residual.dtype == args.dtype;
+  const DType row = args.x_is_output ? args.grad_input.dtype : args.dtype;
+  const bool one_type = args.grad_input.dtype == row && args.grad_residual.dtype == row;
   const bool drops_input = args.dropout.active && args.drops_input;
-  // One gradient of the row's own type, and nothing to add to it: as without a residual.
-  const bool plain =
-      args.grad_sum.data == nullptr && (!args.has_residual || (one_type && !drops_input));
+  // One gradient of the row's own type, and nothing to add to it: as without a residual. (Without
+  // one, a hook on saved tensors may have changed the type of x.)
+  const bool plain = args.grad_sum.data == nullptr && one_type && !drops_input;
   return {.norm = args.kind,
           .adds = !plain,
           .drops_input = drops_input,
@@ -175,8 +309,8 @@ BackwardSpec spec_of(const NormBackwardArgs& args) {
           .recovers = args.x_is_output,
           .split = args.x.split.inner != 0 || args.grad_output.split.inner != 0,
           .input = args.grad_input.dtype,
-          .residual = args.grad_residual.dtype,
-          .row = args.x_is_output ? args.grad_input.dtype : args.dtype,
+          .residual = args.has_residual ? args.grad_residual.dtype : args.grad_input.dtype,
+          .row = row,
           .parameters = args.param_dtype,
           .grad_output = args.grad_output.dtype};
 }
@@ -199,50 +333,45 @@ Move most_aligned(const NormBackwardArgs& args, const BackwardSpec& spec) {
 BackwardPlan plan_backward(const BackwardSpec& spec, std::int64_t rows, std::int64_t cols,
                            Move most_aligned, bool wants_sums, bool adds_sums,
                            const DeviceInfo& device) {
-  if (!has_room(spec, cols, device)) {
+  if ((spec.adds && spec.split) || !has_room(spec, cols, device)) {
     return {};
   }
   BackwardPlan plan = tile_of(spec, cols, most_aligned);
   fit_shared(plan, spec, device);
-  const std::int64_t most = threads_with_room(plan, spec, device);
-  const int unit = std::max(plan.row_threads, kWarpSize);
-  // One CTA where it holds all rows, and needs no partial sums then. Else a CTA for every SM comes
-  // first, and then as many rows side by side as it holds.
-  const std::int64_t rows_of_cta =
-      rows <= most / plan.row_threads ? rows : ceil_div(rows, device.multiprocessors);
-  const std::int64_t units =
-      std::clamp<std::int64_t>(ceil_div(rows_of_cta * plan.row_threads, unit), 1, most / unit);
-  const std::int64_t threads = units * unit;
-  plan.side_by_side = static_cast<int>(threads / plan.row_threads);
-  plan.ctas = std::min<std::int64_t>(std::int64_t{device.multiprocessors} * plan.ctas_per_sm,
-                                     ceil_div(rows, plan.side_by_side));
-  plan.shared_bytes = threads / plan.lanes * group_bytes(spec, plan);
-  if (wants_sums && (plan.ctas > 1 || adds_sums)) {
-    const int grads = spec.norm == NormKind::kLayerNorm ? 2 : 1;
-    plan.partials_bytes = plan.ctas * grads * partials_stride(cols) * (is_double(spec) ? 8 : 4);
+  lay_rows(plan, spec, rows, cols, device);
+  // Two in flight, and the first is there sooner: us with three and with two, 8.1 7.4 at 2000x1024,
+  // 48.2 47.4 at 2048x12288 (H200, bf16).
+  const std::int64_t steps = ceil_div(rows, plan.ctas * plan.side_by_side);
+  if (steps <= kFewSteps && plan.most_threads == kMostThreads) {
+    plan.stages = 2;
   }
+  const std::int64_t groups = std::int64_t{plan.row_threads} * plan.side_by_side / plan.lanes;
+  plan.shared_bytes = groups * group_bytes(spec, plan);
+  plan.partials_bytes = partials_bytes(spec, plan.ctas, cols, wants_sums, adds_sums);
   return plan;
+}
+
+std::int64_t partials_bytes(const BackwardSpec& spec, std::int64_t parts, std::int64_t cols,
+                            bool wants_sums, bool adds_sums) {
+  if (!wants_sums || (parts <= 1 && !adds_sums)) {
+    return 0;
+  }
+  const int grads = spec.norm == NormKind::kLayerNorm ? 2 : 1;
+  return parts * grads * partials_stride(cols) * (is_double(spec) ? 8 : 4);
+}
+
+bool fits_cta(const NormBackwardArgs& args, const BackwardSpec& spec, const DeviceInfo& device) {
+  return has_room(spec, args.cols, device);
 }
 
 BackwardPlan plan_backward(const NormBackwardArgs& args, const BackwardSpec& spec,
                            const DeviceInfo& device) {
-  // The tables of backward take what has no option, and rows at two strides.
-  if (!is_flexible(args) || is_vector_dropout(args) || spec.split) {
-    return {};
-  }
-  // A kernel reads x in the dtype of the gradient that leaves, or of dy where x̂ is recovered. A
-  // hook on saved tensors may have changed it.
-  const bool x_has_its_type =
-      spec.recovers ? args.dtype == spec.grad_output : spec.adds || args.dtype == spec.input;
-  if (!x_has_its_type) {
-    return {};
-  }
   const bool wants_sums = args.grad_weight != nullptr || args.grad_bias != nullptr;
   return plan_backward(spec, args.rows, args.cols, most_aligned(args, spec), wants_sums,
                        args.add_grads, device);
 }
 
-std::string kernel_name(const BackwardSpec& spec, const BackwardPlan& plan) {
+std::string op_name(const BackwardSpec& spec, Move move) {
   const std::string source =
       spec.adds ? "fused_op::AddResidual" + joined({type(spec.input), type(spec.residual),
                                                     type(spec.row), flag(spec.drops_input)})
@@ -250,17 +379,19 @@ std::string kernel_name(const BackwardSpec& spec, const BackwardPlan& plan) {
   const std::string epilogue =
       "fused_op::Affine" + joined({type(spec.parameters), type(spec.grad_output),
                                    flag(spec.drops_output), flag(spec.recovers)});
-  const std::string access = plan.move == Move::kVectors ? "fused_op::cuda::Vectors"
-                             : plan.move == Move::kWords ? "fused_op::cuda::Words"
-                                                         : "fused_op::cuda::WholeWords";
+  const std::string access = move == Move::kVectors ? "fused_op::cuda::Vectors"
+                             : move == Move::kWords ? "fused_op::cuda::Words"
+                                                    : "fused_op::cuda::WholeWords";
+  return "fused_op::cuda::BackwardOp" + joined({norm_name(spec.norm), source, epilogue, access});
+}
+
+std::string kernel_name(const BackwardSpec& spec, const BackwardPlan& plan) {
   const std::string tile =
       "fused_op::cuda::BackwardTile" +
       joined({number(plan.pack), number(plan.lanes), number(plan.vectors),
               number(plan.most_threads), number(plan.ctas_per_sm), number(plan.stages),
-              number(plan.keep), flag(plan.parameters_stay), flag(plan.stats_ahead),
-              number(plan.width)});
-  return "fused_op::cuda::backward_kernel<fused_op::cuda::BackwardOp" +
-         joined({norm_name(spec.norm), source, epilogue, access}) + ", " + tile + ">";
+              number(plan.keep), flag(plan.parameters_stay), number(plan.width), flag(plan.core)});
+  return "fused_op::cuda::backward_kernel<" + op_name(spec, plan.move) + ", " + tile + ">";
 }
 
 std::string partials_kernel_name(const BackwardSpec& spec) {

@@ -146,9 +146,9 @@ class StagedRows {
   static constexpr int kStageBytes = kOffset<2> + (kStreams == 3 ? Stream<2>::kBytes : 0);
   static constexpr int kGroupBytes = Tile::kStages * kStageBytes;
   // Packs that are sure to be in the row mix, branches keep the others apart: of 32 elements a
-  // lane, registers do not suffice for several packs at once.
+  // lane, or 24 with a sum, registers do not suffice for several packs at once.
   static constexpr int kSure =
-      Access::kWhole && Tile::kPack * Tile::kVectors > 24 ? 0 : Tile::kSure;
+      Access::kWhole && Tile::kPack * Tile::kVectors > (kStreams == 3 ? 16 : 24) ? 0 : Tile::kSure;
   using RowLane = Lane<Tile::kLanes, Tile::kStep, kSure, false>;
 
   // `at`: kGroupBytes of shared memory, of this lane's group.

@@ -3,11 +3,11 @@
 #pragma once
 
 #include "core/norm_math.h"
-#include "core/row_source.h"
+#include "cpu/row_source.h"
 
-namespace fused_op {
+namespace fused_op::cpu {
 
-// Types names the backend's 16-bit types: Types::Float16, Types::BFloat16.
+// Types names the 16-bit types: Types::Float16, Types::BFloat16.
 // The op layer has refused every other pair.
 template <typename Types, typename Function>
 auto with_dtypes(DType dtype, DType param_dtype, Function&& function) {
@@ -42,4 +42,4 @@ auto with_source(const ConstRows& addend, Function&& function) {
                                 : function.template operator()<AddResidual<T>>();
 }
 
-}  // namespace fused_op
+}  // namespace fused_op::cpu

@@ -1,0 +1,94 @@
+// The core table: the kernels that are compiled with the extension, for the calls that most models
+// make, which then need no compiler at run time. Each takes rows of any width that fills its tile;
+// its bits are those of the kernel that is compiled for one width. Host code without torch.
+#pragma once
+
+#include <algorithm>
+#include <iterator>
+
+#include "cuda/backward_tile.h"
+#include "cuda/plan.h"
+
+namespace fused_op::cuda {
+
+// How a forward kernel of the table lays a row over threads.
+struct CoreForwardTile {
+  int lanes;    // of a row; 32: as many warps as the row needs
+  int vectors;  // of a lane
+  bool few;
+};
+constexpr CoreForwardTile kCoreForwardTiles[] = {
+    {2, 2, false},  {4, 2, false}, {4, 4, false}, {8, 4, false}, {16, 4, false}, {32, 3, false},
+    {32, 4, false}, {4, 4, true},  {8, 4, true},  {16, 4, true}, {32, 3, true},  {32, 4, true},
+};
+constexpr int kCoreForwardCount = static_cast<int>(std::size(kCoreForwardTiles));
+
+// What of a plan the tile decides. `more`: with a residual; `wide`: parameters wider than the rows.
+constexpr ForwardPlan core_forward_plan(int tile, bool more, bool wide) {
+  const CoreForwardTile& of = kCoreForwardTiles[tile];
+  ForwardPlan plan{};
+  plan.lanes = of.lanes;
+  plan.vectors = of.vectors;
+  plan.core = true;
+  plan.few = of.few;
+  plan.ahead = of.few ? of.vectors : of.vectors == 2 || wide ? 1 : 2;
+  plan.most_threads = of.lanes < 32 ? 128 : 512;
+  // H200, bf16 with a residual, share of copy with 1024 and with 768 threads of an SM: 0.98 1.00
+  // at 16384x4096, RMSNorm.
+  const int sm_threads = of.vectors == 2 ? (more || wide ? 1024 : 1536) : more ? 768 : 1024;
+  plan.ctas_per_sm = of.few ? 1 : std::max(sm_threads / plan.most_threads, 1);
+  return plan;
+}
+
+// How a backward kernel of the table lays a row over threads, in vectors of 16 bytes.
+struct CoreBackwardTile {
+  int lanes;    // of a row; 32: as many warps as the row needs
+  int vectors;  // of a lane
+  int stages;
+};
+constexpr CoreBackwardTile kCoreBackwardTiles[] = {
+    {8, 1, 3}, {16, 1, 3}, {32, 1, 3}, {32, 2, 2}, {32, 2, 3},
+};
+constexpr int kCoreBackwardCount = static_cast<int>(std::size(kCoreBackwardTiles));
+constexpr int kFirstWithSum = 3;  // of the tiles that take the gradient of a sum, too
+
+// What of a plan the tile decides, for elements of `size` bytes. `adds`: with the gradient of a
+// sum.
+constexpr BackwardPlan core_backward_plan(int tile, int size, bool adds) {
+  const CoreBackwardTile& of = kCoreBackwardTiles[tile];
+  BackwardPlan plan{};
+  plan.pack = kVectorBytes / size;
+  plan.lanes = of.lanes;
+  plan.vectors = of.vectors;
+  plan.core = true;
+  plan.stages = of.stages;
+  plan.most_threads = of.vectors == 1 ? 256 : 512;
+  plan.ctas_per_sm = of.vectors > 1 ? 1 : adds ? 2 : 3;
+  plan.keep = kKeepValues;
+  plan.parameters_stay = of.vectors == 1;
+  return plan;
+}
+
+// The kernel of a plan with `core` set, and the one that adds partial sums, for cudaGetKernel.
+// Null: the table does not have it, and NVRTC compiles it.
+#ifndef FUSED_OP_NO_CORE_TABLE
+constexpr bool kHasCoreTable = true;
+const void* core_forward(const ForwardSpec& spec, const ForwardPlan& plan);
+const void* core_backward(const BackwardSpec& spec, const BackwardPlan& plan);
+const void* core_partials(const BackwardSpec& spec);
+#else  // a build without nvcc
+constexpr bool kHasCoreTable = false;
+inline const void* core_forward(const ForwardSpec&, const ForwardPlan&) { return nullptr; }
+inline const void* core_backward(const BackwardSpec&, const BackwardPlan&) { return nullptr; }
+inline const void* core_partials(const BackwardSpec&) { return nullptr; }
+#endif
+
+// The same of one pair of element types, of rows and of parameters (core_*.cu).
+template <typename X, typename W>
+const void* core_forward_of(NormKind norm, bool adds, int tile);
+template <typename X, typename W>
+const void* core_backward_of(NormKind norm, bool adds, int tile);
+template <typename W>
+const void* core_partials_of();
+
+}  // namespace fused_op::cuda

@@ -1,0 +1,199 @@
+// The forward of many long rows in turn (sm_90): a cluster keeps weight and bias in registers,
+// copies rows into shared memory some turns ahead, and takes the moments of the next row while
+// those of this one are on their way between its CTAs. For rows that need no work before their
+// moments; LayerNorm gains most. Compiled by nvcc and by NVRTC; torch-free.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/cluster_exchange.cuh"
+#include "cuda/long_rows.cuh"
+
+namespace fused_op::cuda {
+
+constexpr int kInTurnStages = 4;  // rows in shared memory
+constexpr int kInTurnSlots = 4;   // rows whose moments are on their way
+
+// A warp's part of some rows, which one lane copies into shared memory in bulk (PTX ISA:
+// cp.async.bulk, mbarrier); the L2 cache evicts last what they are copied from.
+template <typename Tile>
+struct StagedParts {
+  static constexpr int kPartBytes = Tile::kPartCols / Tile::kPack * kVectorBytes;
+
+  std::uint32_t held;         // of stage 0, in shared memory
+  std::uint32_t arrivals;     // [kInTurnStages] mbarriers
+  std::uint32_t stage_bytes;  // from one stage to the next
+
+  __device__ __forceinline__ void begin() const {
+    if (threadIdx.x % kWarpSize == 0) {
+#pragma unroll
+      for (int stage = 0; stage < kInTurnStages; ++stage) {
+        make_barrier(arrivals + stage * 8);
+      }
+      publish_barriers();
+    }
+  }
+  // `bytes` of the part from its first column on, 0 at the least, are in the row.
+  __device__ __forceinline__ void copy(int stage, const void* from, int bytes) const {
+    __syncwarp();  // all lanes have read what is overwritten now
+    if (threadIdx.x % kWarpSize == 0) {
+      expect_bytes(arrivals + stage * 8, bytes);
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+          "[%1], %2, [%3], %4;" ::"r"(held + stage * stage_bytes),
+          "l"(from), "r"(bytes), "r"(arrivals + stage * 8), "l"(evict_last())
+          : "memory");
+    }
+  }
+  // The stage was filled an even (0) or odd (1) number of times before. (ClusterExchange waits with
+  // the scope of the cluster: there other CTAs write what arrives.)
+  __device__ __forceinline__ void await(int stage, unsigned times) const {
+    asm volatile(
+        "{\n"
+        "  .reg .pred done;\n"
+        "again:\n"
+        "  mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "  @!done bra again;\n"
+        "}" ::"r"(arrivals + stage * 8),
+        "r"(times)
+        : "memory");
+  }
+};
+
+// This lane's packs of a stage, read when they are wanted.
+template <typename Row, int N>
+struct HeldPacks {
+  std::uint32_t first;  // in shared memory
+
+  __device__ __forceinline__ Pack<Row, N> operator[](int i) const {
+    Pack<Row, N> pack;
+    load_shared(first + i * kWarpSize * kVectorBytes, pack.words);
+    return pack;
+  }
+};
+
+// Normalises this lane's packs and stores them.
+template <typename Op, typename Tile, typename Lane, typename Parameters, typename A>
+__device__ __forceinline__ void write_held(
+    const NormForwardArgs& args, std::int64_t row, const Lane& lane,
+    Parameters (&parameters)[Tile::kVectors],
+    const HeldPacks<typename Op::Source::Row, Tile::kPack>& held, const Normalizer<A>& normalizer) {
+  using Y = typename Op::Epilogue::Output;
+  constexpr int N = Tile::kPack;
+  Y* const output = static_cast<Y*>(args.output.data) + row * lane.width + lane.first;
+  const std::uintptr_t target = global_address(output);
+  typename Op::Epilogue epilogue(args, row, lane);
+#pragma unroll
+  for (int i = 0; i < Tile::kVectors; ++i) {
+    A values[N];
+    to_values(held[i], values);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      values[j] = Op::Norm::normalized(values[j], normalizer);
+    }
+    if constexpr (Op::Norm::kCentered) {  // 64 registers otherwise
+      stay_packed(parameters[i]);
+    }
+    epilogue.template apply<typename Op::Norm>(parameters[i], i, values);
+    const Pack<Y, N> pack = rounded<Y>(values);
+    static_assert(sizeof(pack) == kVectorBytes);
+    store_if(lane.template valid<N>(i) > 0,
+             reinterpret_cast<void*>(target + i * Tile::kStep * static_cast<int>(sizeof(Y))),
+             pack.words);
+  }
+}
+
+// grid: clusters of as many CTAs as it takes to have cta_parts parts of a row in each; block: a
+// warp for each of them. Dynamic shared memory: kInTurnStages times these parts.
+template <typename Op, typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
+    forward_in_turn_kernel(const __grid_constant__ NormForwardArgs args, int cta_parts) {
+#if __CUDA_ARCH__ >= 900  // never launched before
+  using Norm = typename Op::Norm;
+  using Source = typename Op::Source;
+  using Epilogue = typename Op::Epilogue;
+  using Row = typename Source::Row;
+  using A = Accumulator<Row>;
+  using Staged = StagedParts<Tile>;
+  constexpr int N = Tile::kPack;
+  static_assert(std::is_same_v<Source, Plain<Row>> && Op::Access::kWhole, "copied as it lies");
+  static_assert(sizeof(Pack<Row, N>) == kVectorBytes && Tile::kParts == 1);
+
+  const int thread = static_cast<int>(threadIdx.x);
+  const int warp = thread / kWarpSize;
+  const int ctas = static_cast<int>(cluster_size());
+  const std::int64_t clusters = gridDim.x / ctas;
+  const int width = static_cast<int>(args.cols);
+  const int row_parts = (width + Tile::kPartCols - 1) / Tile::kPartCols;
+  const int part = static_cast<int>(cluster_rank()) * cta_parts + warp;
+  const int count = min(width - part * Tile::kPartCols, Tile::kPartCols);  // negative: no part
+  // Made where it is used: in registers of its own it makes LayerNorm spill.
+  using LaneOfPart = Lane<kWarpSize, Tile::kStep, 0, true>;
+  const auto lane = [&] {
+    return LaneOfPart{part * Tile::kPartCols + static_cast<int>(threadIdx.x % kWarpSize) * N,
+                      static_cast<int>(args.cols), true};
+  };
+
+  __shared__ std::uint64_t arrivals[kInTurnSlots];
+  __shared__ std::uint64_t copied[Tile::kThreads / kWarpSize * kInTurnStages];
+  alignas(16) __shared__ WarpMoments<A> slots[kInTurnSlots * kMaxSlots];
+  extern __shared__ uint4 shared[];
+  const std::int64_t first_row = cluster_id();
+  const ClusterExchange<WarpMoments<A>, kInTurnSlots> exchange{
+      slots, arrivals, row_parts, ctas, cluster_rows(args.rows, first_row, clusters)};
+  exchange.begin();
+  const Staged staged{shared_address(shared) + warp * Staged::kPartBytes,
+                      shared_address(copied + warp * kInTurnStages),
+                      static_cast<std::uint32_t>(cta_parts * Staged::kPartBytes)};
+  staged.begin();
+  await_kernels_before();
+  const auto copy = [&](std::int64_t row, int stage) {
+    if (row < args.rows && count > 0) {
+      const Row* const from = Source(args, row).row() + part * Tile::kPartCols;
+      staged.copy(stage, from, count * static_cast<int>(sizeof(Row)));
+    }
+  };
+#pragma unroll
+  for (int stage = 0; stage < kInTurnStages; ++stage) {
+    copy(first_row + stage * clusters, stage);
+  }
+  typename Epilogue::template Parameters<N> parameters[Tile::kVectors];
+  load_parameters<Op, Tile>(args, lane(), parameters);
+  exchange.ready();
+  if (count <= 0) {  // a warp too many in the last CTA
+    return;
+  }
+
+  const auto held_in = [&](int stage) {
+    return HeldPacks<Row, N>{staged.held + stage * staged.stage_bytes +
+                             thread % kWarpSize * kVectorBytes};
+  };
+  const auto send = [&](unsigned number, int stage, unsigned times) {
+    staged.await(stage, times);
+    exchange.send(number, part, moments_of_part<Op, Tile, A>(lane(), held_in(stage), count));
+  };
+  send(0, 0, 0);
+  unsigned number = 0;  // of the cluster's rows
+  for (std::int64_t row = first_row; row < args.rows; row += clusters, ++number) {
+    const int stage = static_cast<int>(number % kInTurnStages);
+    if (row + clusters < args.rows) {
+      const unsigned next = number + 1;
+      send(next, static_cast<int>(next % kInTurnStages), next / kInTurnStages % 2);
+    }
+    WarpMoments<A>* const of_row = exchange.await(number);
+    const Moments<A> moments = merge_slots<Norm, Tile>(of_row, width);
+    const bool saves = part == 0 && thread == 0;
+    if (!trusted(moments, static_cast<A>(width))) {  // in the whole cluster
+      finish_untrusted_long<Op, Tile, A>(args, row, part, part + 1, 1, saves,
+                                         ClusterParts<A>{of_row, ctas});
+    } else {
+      const Normalizer<A> normalizer =
+          normalizer_of<Norm>(args, moments, A(1), reciprocal(static_cast<A>(width)), row, saves);
+      write_held<Op, Tile>(args, row, lane(), parameters, held_in(stage), normalizer);
+    }
+    copy(row + kInTurnStages * clusters, stage);
+  }
+#endif
+}
+
+}  // namespace fused_op::cuda

@@ -1,0 +1,123 @@
+#include "cuda/launch.h"
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+#include <stdexcept>
+
+#include "cuda/fused_op_kernel.h"
+
+namespace fused_op::cuda {
+namespace {
+
+DeviceInfo read_device_info(int device) {
+  DeviceInfo info{};
+  info.index = device;
+  int major = 0;
+  int minor = 0;
+  cudaDeviceGetAttribute(&info.multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  cudaDeviceGetAttribute(&info.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  info.sm_90 = major >= 9;
+  info.arch = 10 * major + minor;
+  info.max_cluster = max_cluster_of(info.arch);
+  return info;
+}
+
+// Of the current device; read once.
+const DeviceInfo& device_info() {
+  static std::array<DeviceInfo, kMaxDevices> known;
+  static std::array<std::once_flag, kMaxDevices> once;
+  int device = 0;
+  cudaGetDevice(&device);
+  std::call_once(once[device], [&] { known[device] = read_device_info(device); });
+  return known[device];
+}
+
+}  // namespace
+
+KeyBits& KeyBits::add(std::uint64_t value, int bits) {
+  if (value >> bits != 0) {
+    throw std::logic_error("fused_op: a plan does not fit into the key of its kernel");
+  }
+  if (used_ + bits > 64) {
+    key_.high = key_.low << (64 - used_);
+    key_.low = 0;
+    used_ = 0;
+  }
+  key_.low = key_.low << bits | value;
+  used_ += bits;
+  return *this;
+}
+KeyBits& KeyBits::add(const ForwardSpec& spec) {
+  return add(bits(spec.norm), 1)
+      .add(spec.adds, 1)
+      .add(spec.dropout, 1)
+      .add(spec.split, 1)
+      .add(bits(spec.input), 2)
+      .add(spec.adds ? bits(spec.residual) : 0, 2)
+      .add(bits(spec.row), 2)
+      .add(bits(spec.parameters), 2)
+      .add(bits(spec.output), 2);
+}
+KeyBits& KeyBits::add(const BackwardSpec& spec) {
+  return add(bits(spec.norm), 1)
+      .add(spec.adds, 1)
+      .add(spec.drops_input, 1)
+      .add(spec.drops_output, 1)
+      .add(spec.recovers, 1)
+      .add(spec.split, 1)
+      .add(bits(spec.input), 2)
+      .add(spec.adds ? bits(spec.residual) : 0, 2)
+      .add(bits(spec.row), 2)
+      .add(bits(spec.parameters), 2)
+      .add(bits(spec.grad_output), 2);
+}
+
+cudaError_t launch(const Kernel& kernel, const LaunchShape& shape,
+                   std::initializer_list<const void*> arguments, const DeviceInfo& device,
+                   cudaStream_t stream) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid;
+  config.blockDim = shape.block;
+  config.dynamicSmemBytes = static_cast<std::size_t>(shape.shared_bytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = !device.sm_90 ? 0 : shape.cluster > 0 ? 2 : 1;
+  void* pointers[8];
+  std::transform(arguments.begin(), arguments.end(), pointers,
+                 [](const void* argument) { return const_cast<void*>(argument); });
+  return cudaLaunchKernelExC(&config, kernel.function(), pointers);
+}
+
+bool launch_clusters(const Kernel& kernel, const LaunchShape& shape,
+                     std::initializer_list<const void*> arguments, const DeviceInfo& device,
+                     cudaStream_t stream) {
+  if (launch(kernel, shape, arguments, device, stream) != cudaErrorInvalidClusterSize) {
+    return true;
+  }
+  cudaGetLastError();  // takes the error back
+  return false;
+}
+
+cudaError_t norm_forward(const NormForwardArgs& args, cudaStream_t stream) {
+  launch_forward(args, device_info(), stream);
+  return cudaGetLastError();
+}
+
+std::size_t norm_backward_workspace(const NormBackwardArgs& args) {
+  return backward_workspace(args, device_info());
+}
+
+cudaError_t norm_backward(const NormBackwardArgs& args, cudaStream_t stream) {
+  launch_backward(args, device_info(), stream);
+  return cudaGetLastError();
+}
+
+}  // namespace fused_op::cuda

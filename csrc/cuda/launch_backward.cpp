@@ -1,0 +1,164 @@
+// The launches of the backward of rows that fit into a CTA, and of the addition of partial sums.
+#include <algorithm>
+#include <stdexcept>
+
+#include "core/pack.h"
+#include "cuda/backward_tile.h"
+#include "cuda/core_table.h"
+#include "cuda/launch.h"
+
+namespace fused_op::cuda {
+namespace {
+
+KernelKey key_of(const BackwardSpec& spec, const BackwardPlan& plan) {
+  return KeyBits(KernelKind::kBackward)
+      .add(spec)
+      .add(bits(plan.pack), 4)
+      .add(bits(plan.lanes), 6)
+      .add(bits(plan.vectors), 6)
+      .add(bits(plan.most_threads), 10)
+      .add(bits(plan.ctas_per_sm), 3)
+      .add(bits(plan.stages), 2)
+      .add(bits(plan.keep), 2)
+      .add(plan.parameters_stay, 1)
+      .add(bits(plan.move), 2)
+      .add(bits(plan.width), 32)
+      .add(plan.core, 1)
+      .key();
+}
+KernelKey key_of(const BackwardSpec& spec, const BackwardFewPlan& plan) {
+  return KeyBits(KernelKind::kFewBackward)
+      .add(spec)
+      .add(bits(plan.pack), 4)
+      .add(bits(plan.lanes), 6)
+      .add(bits(plan.vectors), 6)
+      .add(bits(plan.keep), 2)
+      .add(bits(plan.move), 2)
+      .key();
+}
+
+void launch_few(const NormBackwardArgs& args, const BackwardSpec& spec, const BackwardFewPlan& plan,
+                const DeviceInfo& device, cudaStream_t stream) {
+  const Kernel& kernel = require_kernel(key_of(spec, plan), device, [&] {
+    return KernelSource{.header = kFewHeader, .name = kernel_name(spec, plan)};
+  });
+  const int row_ctas = static_cast<int>(plan.row_ctas);
+  const auto threads = static_cast<unsigned>(plan.row_threads);
+  const auto side_by_side = static_cast<unsigned>(plan.side_by_side);
+  // Rows that share a warp lie in one dimension.
+  const dim3 block = plan.lanes < 32 ? dim3(threads * side_by_side) : dim3(threads, side_by_side);
+  launch(kernel, {.grid = dim3(static_cast<unsigned>(plan.row_ctas + plan.slabs)), .block = block},
+         {&args, &row_ctas}, device, stream);
+}
+
+void launch_rows(const NormBackwardArgs& args, const BackwardSpec& spec, BackwardPlan plan,
+                 const DeviceInfo& device, cudaStream_t stream) {
+  KernelKey key = key_of(spec, plan);
+  if (plan.width > 0 && has_too_many_kernels(key, device)) {
+    plan.width = 0;
+    key = key_of(spec, plan);
+  }
+  const Kernel& kernel = require_kernel(key, device, [&] {
+    return KernelSource{.header = kBackwardHeader,
+                        .name = kernel_name(spec, plan),
+                        .built_in = plan.core ? core_backward(spec, plan) : nullptr};
+  });
+  if (!kernel.allow_shared(static_cast<int>(plan.shared_bytes), device)) {
+    throw std::runtime_error("fused_op: the GPU refuses the shared memory of a kernel");
+  }
+  const Kernel* const adder =
+      plan.partials_bytes > 0 ? &add_partials_kernel(spec, device) : nullptr;
+  const std::int64_t rows = plan.ctas * plan.side_by_side;
+  const auto bytes = [&](const ConstRows& of) { return rows * of.stride * size_of(of.dtype); };
+  const BackwardSteps steps{rows,
+                            (plan.stages - 1) * rows,
+                            {bytes(args.x), bytes(args.grad_output), bytes(args.grad_sum)}};
+  const void* const partials = adder != nullptr ? args.workspace : nullptr;
+  const cudaError_t status = launch(kernel,
+                                    {.grid = dim3(static_cast<unsigned>(plan.ctas)),
+                                     .block = dim3(static_cast<unsigned>(plan.row_threads),
+                                                   static_cast<unsigned>(plan.side_by_side)),
+                                     .shared_bytes = plan.shared_bytes},
+                                    {&args, &steps, &partials}, device, stream);
+  if (adder != nullptr && status == cudaSuccess) {
+    launch_add_partials(*adder, args, spec, partials, plan.ctas, device, stream);
+  }
+}
+
+// Where add_partials_kernel puts the gradients: PartialsTargets of cuda/add_partials.cuh.
+struct PartialsTargets {
+  void* data[2];
+  bool add;
+};
+
+// As many columns as a CTA of add_partials_kernel adds, and the shared memory it has of its own.
+struct PartialsShape {
+  static constexpr int kLanes = 8;
+  static constexpr int kRows = 16;
+  int cols;
+  int own_bytes;
+
+  explicit PartialsShape(int size)
+      : cols(kLanes * kVectorBytes / size), own_bytes(kRows * cols * size) {}
+};
+
+}  // namespace
+
+const Kernel& add_partials_kernel(const BackwardSpec& spec, const DeviceInfo& device) {
+  const KernelKey key = KeyBits(KernelKind::kPartials)
+                            .add(bits(spec.parameters), 2)
+                            .add(spec.row == DType::kFloat64, 1)
+                            .key();
+  return require_kernel(key, device, [&] {
+    return KernelSource{.header = kPartialsHeader,
+                        .name = partials_kernel_name(spec),
+                        .built_in = core_partials(spec)};
+  });
+}
+
+void launch_add_partials(const Kernel& kernel, const NormBackwardArgs& args,
+                         const BackwardSpec& spec, const void* partials, std::int64_t parts,
+                         const DeviceInfo& device, cudaStream_t stream) {
+  const PartialsShape shape(spec.row == DType::kFloat64 ? 8 : 4);
+  const int grads = spec.norm == NormKind::kLayerNorm ? 2 : 1;
+  const dim3 grid(static_cast<unsigned>((args.cols + shape.cols - 1) / shape.cols),
+                  static_cast<unsigned>(grads));
+  // With programmatic launch its CTAs start on whichever SMs free up first, and pile up there.
+  // Unused shared memory limits each SM to its share.
+  const int ctas = static_cast<int>(grid.x * grid.y);
+  const int per_sm = (ctas + device.multiprocessors - 1) / device.multiprocessors;
+  const int most = device.shared_bytes - shape.own_bytes - 2048;
+  const int unused = std::clamp(device.shared_bytes / per_sm - shape.own_bytes - 2048, 0, most);
+  const PartialsTargets targets{{args.grad_weight, args.grad_bias}, args.add_grads};
+  const int count = static_cast<int>(parts);
+  const std::int64_t stride = partials_stride(args.cols);
+  launch(kernel,
+         {.grid = grid,
+          .block = dim3(PartialsShape::kLanes, PartialsShape::kRows),
+          .shared_bytes = kernel.allow_shared(unused, device) ? unused : 0},
+         {&partials, &count, &grads, &stride, &args.cols, &targets}, device, stream);
+}
+
+std::size_t backward_workspace(const NormBackwardArgs& args, const DeviceInfo& device) {
+  const BackwardSpec spec = spec_of(args);
+  if (!fits_cta(args, spec, device)) {
+    return static_cast<std::size_t>(plan_backward_long(args, spec, device).workspace_bytes());
+  }
+  if (plan_backward_few(args, spec, device).lanes > 0) {
+    return 0;
+  }
+  return static_cast<std::size_t>(plan_backward(args, spec, device).partials_bytes);
+}
+
+void launch_backward(const NormBackwardArgs& args, const DeviceInfo& device, cudaStream_t stream) {
+  const BackwardSpec spec = spec_of(args);
+  if (!fits_cta(args, spec, device)) {
+    launch_long_backward(args, spec, device, stream);
+  } else if (const auto few = plan_backward_few(args, spec, device); few.lanes > 0) {
+    launch_few(args, spec, few, device, stream);
+  } else {
+    launch_rows(args, spec, plan_backward(args, spec, device), device, stream);
+  }
+}
+
+}  // namespace fused_op::cuda

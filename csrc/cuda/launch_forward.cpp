@@ -1,0 +1,96 @@
+// The launches of forward.
+#include "cuda/core_table.h"
+#include "cuda/launch.h"
+
+namespace fused_op::cuda {
+namespace {
+
+KernelKey key_of(const ForwardSpec& spec, const ForwardPlan& plan) {
+  return KeyBits(KernelKind::kForward)
+      .add(spec)
+      .add(bits(plan.pack), 4)
+      .add(bits(plan.lanes), 6)
+      .add(bits(plan.vectors), 5)
+      .add(bits(plan.ahead), 5)
+      .add(plan.few, 1)
+      .add(plan.core, 1)
+      .add(plan.words, 1)
+      .add(bits(plan.flat_rows), 4)
+      .add(bits(plan.most_threads), 10)
+      .add(bits(plan.ctas_per_sm), 6)
+      .add(bits(plan.width), 32)
+      .key();
+}
+KernelKey key_of(const ForwardSpec& spec, const LongForwardPlan& plan) {
+  return KeyBits(KernelKind::kLongForward)
+      .add(spec)
+      .add(bits(plan.form), 2)
+      .add(plan.words, 1)
+      .add(bits(plan.pack), 4)
+      .add(bits(plan.vectors), 5)
+      .add(bits(plan.parts), 2)
+      .add(bits(plan.ahead), 3)
+      .add(bits(plan.most_threads), 10)
+      .add(bits(plan.ctas_per_sm), 3)
+      .key();
+}
+
+// A streamed kernel takes the first argument alone. False where there is no place for a cluster.
+bool launch_long(const NormForwardArgs& args, const ForwardSpec& spec, const LongForwardPlan& plan,
+                 const DeviceInfo& device, cudaStream_t stream) {
+  const Kernel& kernel = require_kernel(key_of(spec, plan), device, [&] {
+    return KernelSource{.header = header_of(plan), .name = kernel_name(spec, plan)};
+  });
+  const int shared_bytes = static_cast<int>(plan.shared_bytes);
+  if (!kernel.allow_shared(shared_bytes, device) ||
+      (plan.cluster > 8 && !kernel.allow_large_clusters(device))) {
+    return false;
+  }
+  std::int64_t ctas = plan.ctas;
+  if (plan.form == LongForm::kInTurn) {
+    const int active =
+        kernel.active_clusters(plan.most_threads, shared_bytes, plan.cluster, device);
+    if (active == 0) {
+      return false;
+    }
+    ctas = ctas_in_turn(plan, args.rows, active);
+  }
+  return launch_clusters(kernel,
+                         {.grid = dim3(static_cast<unsigned>(ctas)),
+                          .block = dim3(static_cast<unsigned>(plan.threads)),
+                          .shared_bytes = shared_bytes,
+                          .cluster = plan.cluster},
+                         {&args, &plan.cta_parts}, device, stream);
+}
+
+}  // namespace
+
+void launch_forward(const NormForwardArgs& args, const DeviceInfo& device, cudaStream_t stream) {
+  const ForwardSpec spec = spec_of(args);
+  const RowPlaces places = places_of(args, spec);
+  if (args.cols > most_forward_cols(spec)) {
+    const auto plan = plan_long_forward(spec, args.rows, args.cols, places.aligned, device);
+    if (!launch_long(args, spec, plan, device, stream)) {
+      launch_long(args, spec, plan_streamed(spec, args.rows, args.cols, places.aligned), device,
+                  stream);
+    }
+    return;
+  }
+  ForwardPlan plan = plan_forward(spec, args.rows, args.cols, places, device);
+  KernelKey key = key_of(spec, plan);
+  if (plan.width > 0 && plan.flat_rows == 0 && has_too_many_kernels(key, device)) {
+    plan.width = 0;
+    key = key_of(spec, plan);
+  }
+  const Kernel& kernel = require_kernel(key, device, [&] {
+    return KernelSource{.header = header_of(plan),
+                        .name = kernel_name(spec, plan),
+                        .built_in = plan.core ? core_forward(spec, plan) : nullptr};
+  });
+  launch(kernel,
+         {.grid = dim3(static_cast<unsigned>(plan.ctas)),
+          .block = dim3(static_cast<unsigned>(plan.threads))},
+         {&args}, device, stream);
+}
+
+}  // namespace fused_op::cuda

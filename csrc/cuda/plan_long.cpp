@@ -1,0 +1,233 @@
+// Plans of the forward of rows too long for the registers of a CTA: see plan.h. Host code without
+// CUDA or torch.
+#include <algorithm>
+
+#include "core/pack.h"
+#include "cuda/plan.h"
+#include "cuda/plan_names.h"
+
+namespace fused_op::cuda {
+namespace {
+
+constexpr int kWarpSize = 32;
+constexpr int kMaxSlots = 256;        // parts of a row whose moments a cluster exchanges
+constexpr int kMaxWarps = 16;         // of a CTA
+constexpr int kWarps = 8;             // of a CTA that shares its SM with others
+constexpr int kInTurnStages = 4;      // rows in shared memory, where rows come in turn
+constexpr int kInTurnOwn = 18 << 10;  // bytes of shared memory for their moments and barriers
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+bool by_words(const ForwardSpec& spec, std::int64_t cols) { return cols % deal_of(spec).unit != 0; }
+
+// A lane has four units of a part, of float64 two. Of rows by words it has as many elements, but 16
+// of a 32-bit row beside narrower streams.
+void deal_parts(const ForwardSpec& spec, std::int64_t cols, LongForwardPlan& plan) {
+  const Deal deal = deal_of(spec);
+  const int size = size_of(spec.row);
+  if (by_words(spec, cols)) {
+    plan.pack = size == 2 ? 2 : 1;
+    plan.vectors = size == 8 ? 8 : 16;
+  } else {
+    plan.pack = deal.pack;
+    plan.vectors = (size == 8 ? 2 : 4) * deal.unit / deal.pack;
+  }
+}
+
+std::int64_t part_cols(const LongForwardPlan& plan) {
+  return std::int64_t{kWarpSize} * plan.pack * plan.vectors;
+}
+
+// Whether the row is all that is read, in vectors of 16 bytes.
+bool is_even_plain(const ForwardSpec& spec, const LongForwardPlan& plan) {
+  return !plan.words && !spec.adds && plan.pack * size_of(spec.input) == kVectorBytes &&
+         spec.output == spec.row;
+}
+
+// As few CTAs as hold the row's parts, of that many warps at most; none of them is without a part.
+bool lay_over_cluster(std::int64_t parts, int most_warps, int most_ctas, LongForwardPlan& plan) {
+  const std::int64_t least = ceil_div(parts, std::int64_t{most_warps} * plan.parts);
+  if (least > most_ctas) {
+    return false;
+  }
+  const std::int64_t warps = ceil_div(parts, least * plan.parts);
+  plan.cta_parts = static_cast<int>(warps) * plan.parts;
+  plan.cluster = static_cast<int>(ceil_div(parts, plan.cta_parts));
+  plan.threads = static_cast<int>(warps) * kWarpSize;
+  return true;
+}
+
+// CTAs of 256 threads on an SM, by the registers that a thread needs: four leave 64, three 80, two
+// 128. H200, bf16, us with three and with four: 279 264 at 4096x32768, LayerNorm with a residual;
+// 275 222 at 4096x32767, RMSNorm.
+int many_ctas_per_sm(const ForwardSpec& spec, bool odd, const LongForwardPlan& plan) {
+  const bool centred = spec.norm == NormKind::kLayerNorm;
+  const bool is_double = spec.row == DType::kFloat64;
+  if (plan.parts == 2) {
+    const bool narrow = size_of(spec.parameters) == size_of(spec.row);
+    return spec.row == DType::kFloat32 && !spec.dropout && narrow ? 4 : 3;
+  }
+  const bool mixed = deal_of(spec).unit != deal_of(spec).pack;
+  if (plan.words || spec.dropout || is_double || (mixed && spec.adds)) {
+    const int extras = int{spec.adds} + int{spec.dropout} + int{plan.words};
+    const bool wide_input = spec.input == DType::kFloat32 && size_of(spec.output) == 2;
+    const bool heavy = mixed ? extras > 1 || (spec.adds && wide_input) : spec.adds && odd;
+    const bool light = odd && !centred && extras == 1 && !is_double && !mixed;
+    return light ? 4 : heavy ? 2 : 3;
+  }
+  return 4;
+}
+
+// Many rows. A lane has two parts where these are all that it holds.
+bool plan_many(const ForwardSpec& spec, std::int64_t parts, bool odd, const DeviceInfo& device,
+               LongForwardPlan& plan) {
+  plan.form = LongForm::kCluster;
+  plan.parts = is_even_plain(spec, plan) ? 2 : 1;
+  // Share of copy with one and with two, 0.95 0.98 at 4096x32768, bf16, RMSNorm.
+  plan.ahead = plan.parts == 2 && size_of(spec.row) == 2 && !spec.dropout ? 2 : 1;
+  plan.most_threads = kWarps * kWarpSize;
+  plan.ctas_per_sm = many_ctas_per_sm(spec, odd, plan);
+  return lay_over_cluster(parts, kWarps, device.max_cluster, plan);
+}
+
+// Few rows, over as many CTAs as fill the GPU with four parts or more each; and rows that take more
+// than CTAs of 256 threads.
+bool plan_few(std::int64_t parts, std::int64_t rows, const DeviceInfo& device,
+              LongForwardPlan& plan) {
+  plan.form = LongForm::kCluster;
+  plan.parts = 1;
+  plan.ahead = std::min(plan.vectors, 4);
+  plan.most_threads = kMaxWarps * kWarpSize;
+  plan.ctas_per_sm = 1;
+  const std::int64_t least = ceil_div(parts, kMaxWarps);
+  if (least > device.max_cluster) {
+    return false;
+  }
+  // us in clusters of 16 and of 8, 2.52 2.35 at 8x65536 (H200, bf16, LayerNorm).
+  const std::int64_t most = std::max(least, std::min<std::int64_t>(8, parts / 4));
+  const std::int64_t wanted = std::clamp(ceil_div(device.multiprocessors, rows), least, most);
+  return lay_over_cluster(parts, static_cast<int>(ceil_div(parts, wanted)), device.max_cluster,
+                          plan);
+}
+
+// Rows in turn, of which a warp has one part each.
+bool plan_in_turn(const ForwardSpec& spec, std::int64_t parts, const DeviceInfo& device,
+                  LongForwardPlan& plan) {
+  const std::int64_t stage_bytes =
+      kInTurnStages * part_cols(plan) * size_of(spec.row);  // of one part
+  const std::int64_t room = (most_dynamic_shared(device) - kInTurnOwn) / stage_bytes;
+  const std::int64_t most_parts = std::min<std::int64_t>(kMaxWarps, room);
+  if (most_parts < 1 || ceil_div(parts, most_parts) > device.max_cluster) {
+    return false;
+  }
+  std::int64_t ctas = ceil_div(parts, most_parts);
+  const std::int64_t half = ceil_div(parts, 2 * ctas);
+  // Halve the CTAs if that lets more than twice as many run side by side: three of five warps
+  // instead of one of ten.
+  if (2 * ctas <= device.max_cluster &&
+      kMaxWarps / half > 2 * (kMaxWarps / ceil_div(parts, ctas))) {
+    ctas *= 2;
+  }
+  // The GPU runs as many clusters of sixteen CTAs as of nine, or hardly fewer.
+  ctas = ctas > 8 ? device.max_cluster : ctas;
+  plan.form = LongForm::kInTurn;
+  plan.parts = 1;
+  plan.ahead = 1;
+  plan.most_threads = kMaxWarps * kWarpSize;
+  plan.ctas_per_sm = 1;
+  lay_over_cluster(parts, static_cast<int>(ceil_div(parts, ctas)), device.max_cluster, plan);
+  plan.shared_bytes = stage_bytes * plan.cta_parts;
+  return true;
+}
+
+// Whether rows in turn are faster than a cluster a row: where much is computed, where clusters are
+// large, and where there are rows for a few turns at most. H200, bf16, us of a cluster a row and in
+// turn: 12.3 9.1 at 256x32768, 9.9 7.3 for RMSNorm.
+bool turns_pay(const ForwardSpec& spec, std::int64_t rows, const LongForwardPlan& many,
+               const DeviceInfo& device) {
+  const bool can = is_even_plain(spec, many) && !spec.dropout && spec.row != DType::kFloat64;
+  const bool centred = spec.norm == NormKind::kLayerNorm && size_of(spec.row) == 2;
+  const bool few_turns = rows * many.cluster <= std::int64_t{device.multiprocessors} * 4;
+  return can && (centred || many.cluster >= 8 || few_turns);
+}
+
+}  // namespace
+
+LongForwardPlan plan_streamed(const ForwardSpec& spec, std::int64_t rows, std::int64_t cols,
+                              bool aligned) {
+  LongForwardPlan plan{};
+  deal_parts(spec, cols, plan);
+  plan.words = by_words(spec, cols) || !aligned;
+  plan.form = LongForm::kStreamed;
+  plan.parts = 1;
+  plan.ahead = 2;
+  plan.most_threads = plan.threads = kMaxWarps * kWarpSize;
+  plan.ctas_per_sm = 1;
+  plan.ctas = rows;
+  return plan;
+}
+
+LongForwardPlan plan_long_forward(const ForwardSpec& spec, std::int64_t rows, std::int64_t cols,
+                                  bool aligned, const DeviceInfo& device) {
+  const LongForwardPlan streamed = plan_streamed(spec, rows, cols, aligned);
+  const std::int64_t parts = ceil_div(cols, part_cols(streamed));
+  if (parts > kMaxSlots || device.max_cluster == 0) {
+    return streamed;
+  }
+  LongForwardPlan plan = streamed;
+  const bool has_many = plan_many(spec, parts, by_words(spec, cols), device, plan);
+  // All rows are on the GPU at once: latency counts.
+  const bool few = has_many && rows * plan.cluster <= std::int64_t{device.multiprocessors} * 2;
+  if (has_many && !few && turns_pay(spec, rows, plan, device)) {
+    LongForwardPlan in_turn = streamed;
+    if (plan_in_turn(spec, parts, device, in_turn)) {
+      in_turn.ctas = in_turn.cluster;
+      return in_turn;
+    }
+  }
+  if (!has_many || few) {
+    LongForwardPlan spread = streamed;
+    if (plan_few(parts, rows, device, spread)) {
+      plan = spread;
+    } else if (!has_many) {
+      return streamed;
+    }
+  }
+  plan.ctas = rows * plan.cluster;
+  return plan;
+}
+
+std::int64_t ctas_in_turn(const LongForwardPlan& plan, std::int64_t rows, int active) {
+  std::int64_t clusters = std::int64_t{active} * (kMaxWarps / plan.cta_parts);  // side by side
+  // The largest CTAs in two waves, of which one begins where the other ends.
+  if (plan.cluster <= 2 && plan.cta_parts == kMaxWarps && rows >= clusters * 32) {
+    clusters = ceil_div(rows, ceil_div(rows, 2 * clusters));
+  }
+  return std::min(clusters, rows) * plan.cluster;
+}
+
+const char* header_of(const LongForwardPlan& plan) {
+  switch (plan.form) {
+    case LongForm::kCluster:
+      return kForwardClusterHeader;
+    case LongForm::kInTurn:
+      return kForwardInTurnHeader;
+    case LongForm::kStreamed:
+      break;
+  }
+  return kForwardStreamedHeader;
+}
+
+std::string kernel_name(const ForwardSpec& spec, const LongForwardPlan& plan) {
+  const std::string form = plan.form == LongForm::kCluster  ? "cluster"
+                           : plan.form == LongForm::kInTurn ? "in_turn"
+                                                            : "streamed";
+  const std::string tile =
+      "fused_op::cuda::LongTile" +
+      joined({number(plan.pack), number(plan.vectors), number(plan.parts), number(plan.ahead),
+              number(plan.most_threads), number(plan.ctas_per_sm)});
+  return "fused_op::cuda::forward_" + form + "_kernel<" + op_name(spec, plan.words) + ", " + tile +
+         ">";
+}
+
+}  // namespace fused_op::cuda

@@ -4,7 +4,7 @@ pip and uv build in an isolated environment without torch. Listing torch in `req
 the newest torch there, not the one the extension will be loaded into. So every hook first looks
 for the environment that started the build and appends its packages to `sys.path`; where there is no
 torch at all, torch becomes a build requirement, and the wheel then requires that same version
-(setup.py sees to it). setup.py also uses `find_cuda_home` from here.
+(setup.py sees to it). setup.py also uses the search for CUDA from here.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from setuptools import build_meta
 
+LOCAL_CUDA = Path("/usr/local/cuda")
 _PYTHON_IN_ENV = Path("Scripts/python.exe" if os.name == "nt" else "bin/python3")
 _PROBE = """
 import importlib.util, json, sys
@@ -155,7 +156,7 @@ def find_torch() -> Path | None:
     return None
 
 
-# --- The CUDA toolkit -----------------------------------------------------------------------------
+# --- CUDA: nvcc, or the headers alone -------------------------------------------------------------
 
 
 def find_cuda_home() -> Path | None:
@@ -171,27 +172,71 @@ def find_cuda_home() -> Path | None:
         top = re.search(r"^#\$ TOP=(.+)$", dryrun.stderr, re.MULTILINE)
         return Path(top[1].strip()).resolve() if top else Path(nvcc).resolve().parents[1]
     wheels = [Path(p, "nvidia", f"cu{major}") for p in sys.path for major in (13, 14)]
-    for home in (Path("/usr/local/cuda"), *wheels):
+    for home in (LOCAL_CUDA, *wheels):
         if home.joinpath("bin", "nvcc").exists():
             return home
     return None
 
 
-def _nvcc_wheels(torch_dir: Path | None) -> list[str]:
-    """The compiler, 100 MB of wheels, where torch has CUDA and the machine has no nvcc.
+def nvcc_version(cuda_home: Path | None) -> str:
+    """CUDA version of the toolkit, e.g. "13.0"; empty if there is none or its nvcc does not run."""
+    if cuda_home is None:
+        return ""
+    command = [str(cuda_home / "bin" / "nvcc"), "--version"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    release = re.search(r"release (\d+\.\d+)", result.stdout)
+    return release[1] if release else ""
+
+
+def headers_version(folder: Path) -> str:
+    """CUDA version of the runtime's header in a folder, e.g. "13.0"; empty if it is not there."""
+    header = folder / "cuda_runtime_api.h"
+    if not header.exists():
+        return ""
+    version = re.search(r"define CUDART_VERSION +(\d+)", header.read_text(errors="replace"))
+    return f"{int(version[1]) // 1000}.{int(version[1]) % 1000 // 10}" if version else ""
+
+
+def find_cuda_headers(major: str) -> list[Path]:
+    """Where g++ finds CUDA's headers of a major version; empty where some of them are missing.
+
+    torch's wheels have the runtime's, without crt/, which a wheel of its own or of nvcc brings.
+    Triton, which comes with torch, has them all; they may be of another version than torch's.
+    """
+    toolkits = [home for home in (find_cuda_home(), LOCAL_CUDA) if home]
+    wheels = [f"nvidia/cu{major}", "triton/backends/nvidia"]
+    if major == "12":
+        wheels[:1] = ["nvidia/cuda_runtime", "nvidia/cuda_nvcc"]
+    homes = toolkits + [Path(p, wheel) for wheel in wheels for p in sys.path if p]
+    folders = [home / "include" for home in homes]
+    fitting = [f for f in folders if headers_version(f).split(".")[0] in ("", major)]
+    runtime = next((f for f in fitting if headers_version(f)), None)
+    crt = next((f for f in fitting if f.joinpath("crt", "host_defines.h").exists()), None)
+    return list(dict.fromkeys([runtime, crt])) if runtime and crt else []
+
+
+def _header_wheels(torch_dir: Path | None) -> list[str]:
+    """The headers that torch's own wheels lack, where torch has CUDA and the machine has neither.
 
     Without a torch_dir, torch is about to be installed beside them. Its wheels for CUDA 13 pin
-    cuda-toolkit, and hence the compiler, to the version that they were built with.
+    cuda-toolkit, and hence the headers, to the version that they were built with.
     """
-    if os.environ.get("USE_CUDA") == "0" or find_cuda_home():
+    if os.environ.get("USE_CUDA") == "0":
         return []
-    compiler = "cuda-toolkit[cccl,nvcc]"
     if torch_dir is None:
-        return [compiler]
+        return [] if find_cuda_home() else ["cuda-toolkit[crt]"]
     version = torch_dir.joinpath("version.py").read_text()
     cuda = re.search(r"^cuda\b.*=\s*'(\d+)\.(\d+)", version, re.MULTILINE)
-    # The wheels of CUDA 12 have another layout and no working toolkit directory.
-    return [f"{compiler}=={cuda[1]}.{cuda[2]}.*"] if cuda and int(cuda[1]) >= 13 else []
+    if not cuda or int(cuda[1]) < 12:
+        return []
+    if nvcc_version(find_cuda_home()).split(".")[0] == cuda[1] or find_cuda_headers(cuda[1]):
+        return []
+    # CUDA 12 has them in the wheel of nvcc alone, 40 MB, which does not have nvcc itself.
+    package = "nvidia-cuda-nvcc-cu12" if cuda[1] == "12" else "cuda-toolkit[crt]"
+    return [f"{package}=={cuda[1]}.{cuda[2]}.*"]
 
 
 # --- PEP 517 and PEP 660 hooks --------------------------------------------------------------------
@@ -201,7 +246,7 @@ def _requires(config_settings: Any = None) -> list[str]:
     """Build requirements beyond pyproject.toml. setup.py is not run for them: it would add none."""
     torch_dir = find_torch()
     # torch first: the version of what follows depends on it.
-    return ([] if torch_dir else ["torch"]) + _nvcc_wheels(torch_dir)
+    return ([] if torch_dir else ["torch"]) + _header_wheels(torch_dir)
 
 
 def _with_torch(hook: Callable[..., str]) -> Callable[..., str]:

@@ -1,5 +1,8 @@
 """Build of the extension module `fused_op_cuda`: CPU backend always, CUDA backend when possible.
 
+With nvcc, the kernels of common calls are compiled into it. With CUDA's headers alone, all kernels
+are compiled when they are first called.
+
 Environment variables:
     USE_CUDA=auto|0|1     0: CPU only; 1: fail without CUDA; auto (default): see cuda_support()
     CUDA_HOME             toolkit to use; default: the one nvcc on the PATH belongs to
@@ -12,7 +15,7 @@ Environment variables:
 
 After `pip install -e .`, `python setup.py build_ext --inplace` compiles again what has changed.
 
-Metadata is in pyproject.toml, the search for torch and nvcc in build_backend.py.
+Metadata is in pyproject.toml, the search for torch, nvcc and headers in build_backend.py.
 """
 
 import hashlib
@@ -24,11 +27,12 @@ import subprocess
 import sys
 from glob import glob
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from setuptools import Extension, setup
 
-from build_backend import find_cuda_home
+from build_backend import find_cuda_headers, find_cuda_home, headers_version, nvcc_version
 
 DEFAULT_ARCHS = ["7.5", "8.0", "9.0", "10.0", "12.0"]  # 8.6 and 8.9 run the code of 8.0
 ROOT = Path(__file__).parent
@@ -44,24 +48,16 @@ STRICT = os.environ.get("FUSED_OP_STRICT", "0") not in ("", "0")
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
 
-def nvcc(cuda_home: Path, option: str) -> str:
-    command = [str(cuda_home / "bin" / "nvcc"), option]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+class Cuda(NamedTuple):
+    """What the CUDA backend is built with: nvcc, or CUDA's headers alone."""
+
+    version: str  # of the CUDA that it is, such as "13.0"
+    home: Path | None  # the toolkit with nvcc
+    include_dirs: tuple[Path, ...] = ()  # without nvcc
 
 
-def nvcc_version(cuda_home: Path) -> str:
-    """CUDA version of the toolkit, e.g. "13.0"; empty if its nvcc does not run."""
-    try:
-        release = re.search(r"release (\d+\.\d+)", nvcc(cuda_home, "--version"))
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return release[1] if release else ""
-
-
-def why_not_cuda(cuda_home: Path | None) -> str:
-    """The reason why the CUDA backend cannot be built, as a clause; empty if it can."""
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is a build without CUDA"
+def why_not_nvcc(cuda_home: Path | None) -> str:
+    """The reason why nvcc cannot compile for this torch, as a clause; empty if it can."""
     needed = torch.version.cuda.split(".")[0]
     if cuda_home is None:
         return f"there is no nvcc, and torch {torch.__version__} needs one of CUDA {needed}"
@@ -76,8 +72,23 @@ def why_not_cuda(cuda_home: Path | None) -> str:
     return ""
 
 
-def cuda_support() -> tuple[Path | None, str]:
-    """(CUDA toolkit to build with, ""), or (None, reason) for a CPU-only build.
+def find_cuda() -> tuple[Cuda | None, str]:
+    """What to build the CUDA backend with, and a clause that says what is missing, if anything."""
+    if torch.version.cuda is None:
+        return None, f"torch {torch.__version__} is a build without CUDA"
+    cuda_home = find_cuda_home()
+    problem = why_not_nvcc(cuda_home)
+    if not problem:
+        return Cuda(nvcc_version(cuda_home), cuda_home), ""
+    major = torch.version.cuda.split(".")[0]
+    include_dirs = find_cuda_headers(major)
+    if not include_dirs:
+        return None, f"{problem}; nor are there headers of CUDA {major}"
+    return Cuda(headers_version(include_dirs[0]), None, tuple(include_dirs)), problem
+
+
+def cuda_support() -> tuple[Cuda | None, str]:
+    """(what to build the CUDA backend with, ""), or (None, reason) for a CPU-only build.
 
     A machine with a GPU never gets a CPU-only build unasked: pip hides the output of a build that
     succeeds, and the user would find out much later. Without a GPU it is what one expects.
@@ -87,18 +98,24 @@ def cuda_support() -> tuple[Path | None, str]:
         raise SystemExit(f"fused_op: USE_CUDA must be auto, 0 or 1, got {use_cuda!r}")
     if use_cuda == "0":
         return None, "USE_CUDA was 0 when fused_op was built"
-    cuda_home = find_cuda_home()
-    reason = why_not_cuda(cuda_home)
-    if not reason:
-        return cuda_home, ""
+    cuda, problem = find_cuda()
+    if cuda and problem:
+        print(
+            f"fused_op: {problem}. So only the C++ is compiled, with the headers in "
+            f"{cuda.include_dirs[0]}, and every kernel is compiled when it is first called. nvcc "
+            "would put the kernels of common calls into the extension.",
+            flush=True,
+        )
+    if cuda:
+        return cuda, ""
     if use_cuda == "1" or torch.cuda.is_available():
         cause = "USE_CUDA is 1" if use_cuda == "1" else "there is a GPU"
         raise SystemExit(
-            f"fused_op: {cause}, but the CUDA backend cannot be built: {reason}.\n"
+            f"fused_op: {cause}, but the CUDA backend cannot be built: {problem}.\n"
             "Either install a CUDA build of torch and a CUDA toolkit of the same major version "
             "(CUDA_HOME names it if it is not on the PATH), or set USE_CUDA=0 to build for the CPU."
         )
-    return None, reason
+    return None, problem
 
 
 def cuda_archs(cuda_home: Path) -> str:
@@ -107,7 +124,9 @@ def cuda_archs(cuda_home: Path) -> str:
     if given:
         return given
     # Not left to torch, which fails with an IndexError where no GPU is visible.
-    known = re.findall(r"compute_(\d+)(\d)\b", nvcc(cuda_home, "--list-gpu-arch"))
+    command = [str(cuda_home / "bin" / "nvcc"), "--list-gpu-arch"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    known = re.findall(r"compute_(\d+)(\d)\b", listed)
     known = sorted(((int(major), int(minor)) for major, minor in known))
     visible = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     wanted = visible or {tuple(map(int, arch.split("."))) for arch in DEFAULT_ARCHS}
@@ -116,17 +135,20 @@ def cuda_archs(cuda_home: Path) -> str:
     return ";".join(f"{major}.{minor}" for major, minor in chosen) + "+PTX"
 
 
-def link_cudart(extension: Extension, cuda_home: Path) -> None:
-    """Link libcudart by path where the toolkit has no libcudart.so: the nvcc wheels have none."""
-    if any((cuda_home / lib / "libcudart.so").exists() for lib in ("lib64", "lib")):
+def link_cudart(extension: Extension, cuda: Cuda) -> None:
+    """Link libcudart by path where the toolkit has no libcudart.so: torch's wheels have none."""
+    places = [cuda.home] if cuda.home else [path.parent for path in cuda.include_dirs]
+    libs = [place / lib for place in places for lib in ("lib64", "lib")]
+    if cuda.home and any((lib / "libcudart.so").exists() for lib in libs):
         return
     soname = f"libcudart.so.{torch.version.cuda.split('.')[0]}"
-    for place in (cuda_home, *Path(torch.__file__).parents[1].glob("nvidia/*")):
-        for lib in ("lib64", "lib"):
-            if (place / lib / soname).exists():
-                extension.libraries.remove("cudart")
-                extension.extra_link_args.append(str(place / lib / soname))
-                return
+    packages = Path(torch.__file__).parents[1]
+    libs += [*packages.glob("nvidia/*/lib"), packages / "torch" / "lib"]
+    for lib in libs:
+        if (lib / soname).exists():
+            extension.libraries.remove("cudart")
+            extension.extra_link_args.append(str(lib / soname))
+            return
 
 
 def compile_flags(archs: str) -> dict[str, list[str]]:
@@ -159,26 +181,31 @@ def compile_flags(archs: str) -> dict[str, list[str]]:
     return {"cxx": cxx, "nvcc": nvcc}
 
 
-def extension(cuda_home: Path | None, no_cuda_reason: str) -> Extension:
-    archs = cuda_archs(cuda_home) if cuda_home else ""
+def extension(cuda: Cuda | None, no_cuda_reason: str) -> Extension:
+    has_nvcc = cuda is not None and cuda.home is not None
+    archs = cuda_archs(cuda.home) if has_nvcc else ""
     macros = {
         "FUSED_OP_VERSION": VERSION,
         # Compared at import: a module built for another torch may load and misbehave silently.
         "FUSED_OP_TORCH_VERSION": str(torch.__version__),
-        "FUSED_OP_CUDA_VERSION": nvcc_version(cuda_home) if cuda_home else "",
+        "FUSED_OP_CUDA_VERSION": cuda.version if cuda else "",
         "FUSED_OP_CUDA_ARCHS": archs,
     }
     sources = glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp")
-    if cuda_home:
-        sources += glob("csrc/cuda/*.cu") + glob("csrc/cuda/*.cpp")
+    if cuda:
+        sources += glob("csrc/cuda/*.cpp")
         macros["FUSED_OP_WITH_CUDA"] = 1
-        os.environ["TORCH_CUDA_ARCH_LIST"] = archs
-        os.environ["CUDA_HOME"] = str(cuda_home)  # read once, by the import below
     else:
         macros["FUSED_OP_NO_CUDA_REASON"] = no_cuda_reason
+    if has_nvcc:
+        sources += glob("csrc/cuda/*.cu")
+        os.environ["TORCH_CUDA_ARCH_LIST"] = archs
+        os.environ["CUDA_HOME"] = str(cuda.home)  # read once, by the import below
+    elif cuda:
+        macros["FUSED_OP_NO_CORE_TABLE"] = 1
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
-    ext = (CUDAExtension if cuda_home else CppExtension)(
+    ext = (CUDAExtension if has_nvcc else CppExtension)(
         name="fused_op_cuda",
         sources=sorted(sources),
         depends=[
@@ -192,15 +219,18 @@ def extension(cuda_home: Path | None, no_cuda_reason: str) -> Extension:
         # with torch's, the first number printed into an error message would crash.
         extra_link_args=["-Wl,--exclude-libs,ALL", *(SANITIZERS if SANITIZE else [])],
     )
+    if cuda and not has_nvcc:  # CUDAExtension insists on a toolkit
+        ext.include_dirs += map(str, cuda.include_dirs)
+        ext.libraries += ["cudart", "c10_cuda", "torch_cuda"]
     # A directory that is both -I and -isystem counts as the latter: torch's headers do not warn.
     ext.extra_compile_args["cxx"] += [f"-isystem{path}" for path in ext.include_dirs]
     ext.include_dirs.insert(0, str(Path("csrc").resolve()))
-    if cuda_home:
-        link_cudart(ext, cuda_home)
+    if cuda:
+        link_cudart(ext, cuda)
     return ext
 
 
-def local_version(cuda_home: Path | None) -> str:
+def local_version(cuda: Cuda | None) -> str:
     """What tells wheels of one version apart, e.g. "+cu130torch2.14".
 
     A source distribution has none. Neither has what is built from one: to pip, a wheel of another
@@ -208,7 +238,7 @@ def local_version(cuda_home: Path | None) -> str:
     """
     if "sdist" in sys.argv or (ROOT / "PKG-INFO").exists():
         return ""
-    backend = f"cu{torch.version.cuda.replace('.', '')}" if cuda_home else "cpu"
+    backend = f"cu{torch.version.cuda.replace('.', '')}" if cuda else "cpu"
     return f"+{backend}torch{TORCH_MINOR}"
 
 
@@ -251,9 +281,9 @@ def write_source_hash(folder: Path) -> str:
     return write_if_new(folder / "source_hash.cpp", code)
 
 
-def kernel_sources() -> dict[str, str]:
+def kernel_sources(csrc: Path | None = None) -> dict[str, str]:
     """What a kernel that is compiled at its first use may include: path there -> text."""
-    csrc = ROOT / "csrc"
+    csrc = csrc or ROOT / "csrc"
     found = {
         path.relative_to(csrc).as_posix(): path.read_text("utf-8")
         for kind in ("core/*.h", "cuda/*.h", "cuda/*.cuh")
@@ -265,9 +295,9 @@ def kernel_sources() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def write_kernel_sources(folder: Path) -> str:
+def write_kernel_sources(folder: Path, csrc: Path | None = None) -> str:
     """Write the C++ file that defines what csrc/cuda/compile.h declares; return its path."""
-    sources = kernel_sources()
+    sources = kernel_sources(csrc)
     digest = hashlib.sha256(json.dumps(sources).encode()).hexdigest()
     entries = "".join(
         f'    {{"{path}", R"fused_op({text})fused_op"}},\n' for path, text in sources.items()
@@ -292,10 +322,10 @@ def write_if_new(path: Path, text: str) -> str:
 
 
 if __name__ == "__main__":
-    cuda_home, no_cuda_reason = cuda_support()
+    cuda, no_cuda_reason = cuda_support()
     setup(
-        version=VERSION + local_version(cuda_home),
-        ext_modules=[extension(cuda_home, no_cuda_reason)],
+        version=VERSION + local_version(cuda),
+        ext_modules=[extension(cuda, no_cuda_reason)],
         cmdclass={"build_ext": build_command()},
         install_requires=[f"torch=={TORCH_MINOR}.*"],  # its C++ ABI holds within a minor version
         options={"build": {"build_base": BUILD_BASE, "build_temp": BUILD_TEMP}},

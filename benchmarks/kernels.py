@@ -1,7 +1,8 @@
 """Kernels alone: builds csrc/cuda with plain nvcc, checks it, and times variants beside each other.
 
-For work on the kernels. No extension is built: one nvcc call a file, 40 s for one pair of dtypes.
-Each tree is a copy of csrc/; all are measured in one run, beside the copy or add of the same bytes.
+For work on the kernels. No extension is built: a library has the core table of one pair of dtypes,
+and compiles what else a shape needs when it is called. Each tree is a copy of csrc/; all are
+measured in one run, beside the copy or add of the same bytes.
 
     python -m benchmarks.kernels --shape 8192,4096 --shape 131200,1023
     python -m benchmarks.kernels --tree csrc --tree ../variant/csrc --only backward
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import runpy
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -25,22 +27,35 @@ from .timing import GraphTimer
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = ((131072, 1024), (32768, 4096), (131200, 1023), (8192, 1024), (64, 1024))
-# The launch_*.cu of a pair of dtypes, and how the C++ of the others is left out.
+# Dtypes of rows and of parameters, which core_*.cu are named after, and what C++ calls them.
 PAIRS = {
-    "bf16": (torch.bfloat16, torch.bfloat16, "__nv_bfloat16, __nv_bfloat16"),
-    "bf16_f32": (torch.bfloat16, torch.float32, "__nv_bfloat16, float"),
-    "f16": (torch.float16, torch.float16, "__half, __half"),
-    "f16_f32": (torch.float16, torch.float32, "__half, float"),
+    "bf16": (torch.bfloat16, torch.bfloat16, "BFloat16, BFloat16"),
+    "bf16_f32": (torch.bfloat16, torch.float32, "BFloat16, float"),
+    "f16": (torch.float16, torch.float16, "Float16, Float16"),
+    "f16_f32": (torch.float16, torch.float32, "Float16, float"),
     "f32": (torch.float32, torch.float32, "float, float"),
-    "f64": (torch.float64, torch.float64, "double, double"),
+    "f64": (torch.float64, torch.float64, ""),  # the core table has none
 }
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # order of core/norm_args.h
 KINDS = ("layer_norm", "rms_norm")
 
 DOOR = """
+#include <cstdio>
+
+#include "cuda/core_table.h"
 #include "cuda/fused_op_kernel.h"
-#include "cuda/launch.h"
+#include "cuda/kernels.h"
 using namespace fused_op;
+// An exception must not reach Python.
+template <typename Function>
+std::int64_t guarded(Function&& function) {
+  try {
+    return function();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\\n", error.what());
+    return -1;
+  }
+}
 extern "C" int forward(int kind, int dtype, int param_dtype, std::int64_t rows, std::int64_t cols,
                        const void* x, const void* weight, const void* bias, void* y, void* stats,
                        cudaStream_t stream) {
@@ -56,7 +71,7 @@ extern "C" int forward(int kind, int dtype, int param_dtype, std::int64_t rows, 
   args.output.data = y;
   args.stats = stats;
   args.eps = 1e-5;
-  return cuda::norm_forward(args, stream);
+  return static_cast<int>(guarded([&] { return cuda::norm_forward(args, stream); }));
 }
 // Without a workspace: returns its bytes. With one: launches, and returns the error.
 extern "C" std::int64_t backward(int kind, int dtype, int param_dtype, std::int64_t rows,
@@ -79,38 +94,44 @@ extern "C" std::int64_t backward(int kind, int dtype, int param_dtype, std::int6
   args.grad_bias = dbias;
   args.workspace = workspace;
   if (workspace == nullptr) {
-    return static_cast<std::int64_t>(cuda::norm_backward_workspace(args));
+    return guarded([&] { return static_cast<std::int64_t>(cuda::norm_backward_workspace(args)); });
   }
-  return cuda::norm_backward(args, stream);
+  return guarded([&] { return cuda::norm_backward(args, stream); });
 }
 """
+# The core table's kernels of another pair: null, so that they are compiled at their first use.
 LEFT_OUT = """
-template <> cudaError_t cuda::launch_forward<{0}>(const NormForwardArgs&, cudaStream_t) {{
-  return cudaErrorNotSupported;
-}}
-template <> std::size_t cuda::backward_workspace<{0}>(const NormBackwardArgs&) {{ return 0; }}
-template <> cudaError_t cuda::launch_backward<{0}>(const NormBackwardArgs&, cudaStream_t) {{
-  return cudaErrorNotSupported;
-}}
+template <> const void* cuda::core_forward_of<{0}>(NormKind, bool, int) {{ return nullptr; }}
+template <> const void* cuda::core_backward_of<{0}>(NormKind, bool, int) {{ return nullptr; }}
 """
-FLEXIBLE = ("float, cuda::AnyParameter<float>", "double, cuda::AnyParameter<double>")
+NO_PARTIALS = "template <> const void* cuda::core_partials_of<{0}>() {{ return nullptr; }}\n"
 
 
 def build(tree: Path, pair: str, library: Path, arch: str) -> None:
-    """Compiles the kernels of one pair of dtypes into a shared library."""
+    """Compiles the core table of one pair of dtypes, and all launches, into a shared library."""
     with tempfile.TemporaryDirectory() as directory:
-        door = Path(directory) / "door.cu"
-        others = [types for name, (*_, types) in PAIRS.items() if name != pair] + [*FLEXIBLE]
-        door.write_text(DOOR + "".join(LEFT_OUT.format(types) for types in others))
-        sources = [tree / f"cuda/launch_{pair}.cu", tree / "cuda/fused_op_kernel.cu", door]
-        objects = [Path(directory) / f"{source.stem}.o" for source in sources]
+        folder = Path(directory)
+        others = [types for name, (*_, types) in PAIRS.items() if name != pair and types]
+        code = DOOR + "".join(LEFT_OUT.format(types) for types in others)
+        for types in others:  # those of a pair of one type have the sums of its parameters
+            row, parameters = types.split(", ")
+            code += NO_PARTIALS.format(row) if row == parameters else ""
+        door = folder / "door.cu"
+        door.write_text(code)
+        headers = runpy.run_path(str(ROOT / "setup.py"))["write_kernel_sources"](folder, tree)
+        sources = [door, Path(headers), tree / "cuda/fused_op_kernel.cu"]
+        sources += [*tree.glob("cuda/*.cpp"), *tree.glob(f"cuda/core_{pair}.cu")]
+        objects = [Path(f"{source}.o").name for source in sources]
         nvcc = ["nvcc", "-std=c++20", "-O3", "-lineinfo", "-fmad=false", f"-I{tree}"]
         nvcc += [f"-arch={arch}", "-Xcompiler=-fPIC,-fno-gnu-unique", "-Xptxas=--warn-on-spills"]
-        with ThreadPoolExecutor() as pool:
-            compile = lambda job: subprocess.run([*nvcc, "-c", job[0], "-o", job[1]], check=True)  # noqa: E731
+        nvcc += [f'-DFUSED_OP_CUDA_VERSION="{torch.version.cuda}"']  # whose NVRTC it loads
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            compile = lambda job: subprocess.run(  # noqa: E731
+                [*nvcc, "-c", job[0], "-o", folder / job[1]], check=True
+            )
             list(pool.map(compile, zip(sources, objects, strict=True)))
-        link = ["nvcc", "-shared", "-cudart=shared", f"-arch={arch}", *objects, "-o", library]
-        subprocess.run(link, check=True)
+        link = ["nvcc", "-shared", "-cudart=shared", f"-arch={arch}", "-o", library]
+        subprocess.run([*link, *(folder / name for name in objects)], check=True)
 
 
 class Problem:

@@ -53,8 +53,12 @@ def report() -> int:
     info = fused_op.build_info()
     print(f"fused_op {info['version']}" + (", a debug build" if info["debug"] else ""))
     print(f"torch    {torch.__version__}, built for {info['torch']}")
-    cuda = f"{info['cuda']}, for {info['cuda_archs']}" if info["cuda"] else "none: "
-    print(f"CUDA     {cuda}{info['no_cuda_reason']}")
+    if not info["cuda"]:
+        print(f"CUDA     none: {info['no_cuda_reason']}")
+    elif info["cuda_archs"]:
+        print(f"CUDA     {info['cuda']}, for {info['cuda_archs']}")
+    else:
+        print(f"CUDA     {info['cuda']}, without nvcc: all kernels are compiled at first use")
 
     print("\nDevices")
     usable = []
@@ -92,7 +96,8 @@ def devices() -> Iterator[tuple[str, str, bool]]:
     info = fused_op.build_info()
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
-        is_covered = bool(info["cuda"]) and covers(info["cuda_archs"], (major, minor))
+        archs = info["cuda_archs"]
+        is_covered = bool(info["cuda"]) and (not archs or covers(archs, (major, minor)))
         note = "covered by this build" if is_covered else "NOT covered by this build, not checked"
         gpu = torch.cuda.get_device_name(index)
         yield f"cuda:{index}", f"{gpu}, capability {major}.{minor}, {note}", is_covered

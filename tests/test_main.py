@@ -144,10 +144,12 @@ def test_which_gpus_a_build_is_for(archs, runs_on, not_on):
     assert not any(report.covers(archs, capability) for capability in not_on)
 
 
-@pytest.mark.parametrize("archs", ["9.0", "8.0", ""])
-def test_gpus_are_listed(archs, monkeypatch):
+@pytest.mark.parametrize(
+    ("archs", "cuda"), [("9.0", "13.0"), ("8.0", "13.0"), ("", "13.0"), ("", "")]
+)
+def test_gpus_are_listed(archs, cuda, monkeypatch):
     """Catches a GPU that is missing from the report, or checked without code for it."""
-    info = {**fused_op.build_info(), "cuda": "13.0" if archs else "", "cuda_archs": archs}
+    info = {**fused_op.build_info(), "cuda": cuda, "cuda_archs": archs}
     monkeypatch.setattr(fused_op, "build_info", lambda: info)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -157,7 +159,7 @@ def test_gpus_are_listed(archs, monkeypatch):
     assert first[0] == "cuda:0" and first[1].startswith("H200, capability 9.0, ")
     assert second[0] == "cuda:1" and second[1].startswith("RTX 3090, capability 8.6, ")
     for (_, text, is_covered), only in ((first, "9.0"), (second, "8.0")):
-        assert is_covered is (archs == only)
+        assert is_covered is (archs == only or bool(cuda and not archs))  # without nvcc: all
         assert ("NOT covered" in text) is not is_covered
 
 

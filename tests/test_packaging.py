@@ -15,6 +15,7 @@ import torch
 import fused_op
 import fused_op_cuda
 from fused_op._source_hash import source_hash
+from tests.toy_kernel import why_not as why_not_nvrtc
 
 ROOT = Path(__file__).parents[1]
 TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
@@ -34,7 +35,8 @@ def test_build_info_is_about_this_build():
     pyproject = (ROOT / "pyproject.toml").read_text()
     assert f'\nversion = "{info["version"]}"\n' in pyproject
     assert info["torch"].startswith(f"{TORCH_MINOR}.")
-    assert bool(info["cuda"]) == bool(info["cuda_archs"]) == (not info["no_cuda_reason"])
+    assert bool(info["cuda"]) == (not info["no_cuda_reason"])
+    assert info["cuda"] or not info["cuda_archs"]  # none: a build without nvcc
 
 
 def test_wheel_requires_the_torch_it_was_built_for():
@@ -247,31 +249,108 @@ def test_backend_finds_the_environment_of_uv(tmp_path, shell, monkeypatch, activ
 
 
 @pytest.mark.parametrize("use_cuda", [None, "auto", "0", "1"])
-@pytest.mark.parametrize("has_nvcc", [False, True])
-@pytest.mark.parametrize("cuda", ["no torch", "None", "'12.8'", "'13.0'", "'13.2'"])
-def test_backend_requires_torch_and_compiler(tmp_path, monkeypatch, cuda, has_nvcc, use_cuda):
-    """Catches a build for the CPU, or an error, where torch comes with CUDA and nvcc is missing."""
+@pytest.mark.parametrize("nvcc", ["", "12.8", "13.0", "broken"])
+@pytest.mark.parametrize("has_headers", [False, True])
+@pytest.mark.parametrize("cuda", ["no torch", "None", "'11.8'", "'12.8'", "'13.0'", "'13.2'"])
+def test_backend_requires_torch_and_headers(
+    tmp_path, monkeypatch, cuda, has_headers, nvcc, use_cuda
+):
+    """Catches a build for the CPU, or an error, where torch comes with CUDA and headers lack."""
     pytest.importorskip("setuptools")
     import build_backend
 
     tmp_path.joinpath("version.py").write_text(f"cuda: Optional[str] = {cuda}\n")
+    if nvcc:
+        make_nvcc(tmp_path, nvcc)
     has_torch = cuda != "no torch"
     monkeypatch.setattr(build_backend, "find_torch", lambda: tmp_path if has_torch else None)
-    monkeypatch.setattr(build_backend, "find_cuda_home", lambda: tmp_path if has_nvcc else None)
+    monkeypatch.setattr(build_backend, "find_cuda_home", lambda: tmp_path if nvcc else None)
+    monkeypatch.setattr(
+        build_backend, "find_cuda_headers", lambda major: [tmp_path] if has_headers else []
+    )
     monkeypatch.delenv("USE_CUDA", raising=False)
     if use_cuda:
         monkeypatch.setenv("USE_CUDA", use_cuda)
 
-    compiler = []
-    if not has_nvcc and use_cuda != "0":
-        compiler = {
-            "no torch": ["cuda-toolkit[cccl,nvcc]"],  # of the version that this torch requires
-            "'13.0'": ["cuda-toolkit[cccl,nvcc]==13.0.*"],
-            "'13.2'": ["cuda-toolkit[cccl,nvcc]==13.2.*"],
-        }.get(cuda, [])
-    expected = compiler if has_torch else ["torch", *compiler]
+    headers = {
+        "'12.8'": ["nvidia-cuda-nvcc-cu12==12.8.*"],
+        "'13.0'": ["cuda-toolkit[crt]==13.0.*"],
+        "'13.2'": ["cuda-toolkit[crt]==13.2.*"],
+    }.get(cuda, [])
+    if not has_torch:
+        headers = [] if nvcc else ["cuda-toolkit[crt]"]  # of the version that this torch requires
+    elif has_headers or nvcc.split(".")[0] == cuda.strip("'").split(".")[0]:
+        headers = []
+    if use_cuda == "0":
+        headers = []
+    expected = headers if has_torch else ["torch", *headers]
     for kind in ("wheel", "editable", "sdist"):
         assert getattr(build_backend, f"get_requires_for_build_{kind}")() == expected
+
+
+def make_headers(folder: Path, version: int = 0, crt: bool = False) -> Path:
+    """A folder of CUDA's headers: the runtime's, those in crt/, or both."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if version:
+        text = f"#define CUDART_VERSION  {version}\n"
+        folder.joinpath("cuda_runtime_api.h").write_text(text)
+    if crt:
+        folder.joinpath("crt").mkdir()
+        folder.joinpath("crt", "host_defines.h").touch()
+    return folder
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """Where wheels are installed, and nothing else of CUDA is."""
+    pytest.importorskip("setuptools")
+    import build_backend
+
+    folder = tmp_path / "site-packages"
+    monkeypatch.setattr(sys, "path", [str(folder), str(tmp_path / "overlay")])
+    monkeypatch.setattr(build_backend, "find_cuda_home", lambda: None)
+    monkeypatch.setattr(build_backend, "LOCAL_CUDA", tmp_path / "local" / "cuda")
+    return folder
+
+
+def test_backend_finds_the_headers_of_wheels(site, tmp_path):
+    """As an isolated build has them: one part beside torch, the other in a folder of pip's."""
+    import build_backend
+
+    assert build_backend.find_cuda_headers("13") == []
+    runtime = make_headers(site / "nvidia" / "cu13" / "include", version=13000)
+    assert build_backend.find_cuda_headers("13") == []
+    triton = make_headers(site / "triton/backends/nvidia/include", version=13010, crt=True)
+    assert build_backend.find_cuda_headers("13") == [runtime, triton]
+    crt = make_headers(tmp_path / "overlay" / "nvidia" / "cu13" / "include", crt=True)
+    assert build_backend.find_cuda_headers("13") == [runtime, crt]
+    assert build_backend.headers_version(runtime) == "13.0"
+    assert build_backend.headers_version(triton) == "13.1"
+    assert build_backend.headers_version(crt) == ""
+    assert build_backend.find_cuda_headers("12") == []
+
+
+def test_backend_finds_the_headers_of_cuda_12(site):
+    import build_backend
+
+    runtime = make_headers(site / "nvidia" / "cuda_runtime" / "include", version=12080)
+    crt = make_headers(site / "nvidia" / "cuda_nvcc" / "include", crt=True)
+    assert build_backend.find_cuda_headers("12") == [runtime, crt]
+    assert build_backend.headers_version(runtime) == "12.8"
+    assert build_backend.find_cuda_headers("13") == []
+
+
+def test_backend_finds_the_headers_of_a_toolkit(site, tmp_path, monkeypatch):
+    """Also where its nvcc is missing; and never those of another major version."""
+    import build_backend
+
+    local = make_headers(tmp_path / "local" / "cuda" / "include", version=12060, crt=True)
+    assert build_backend.find_cuda_headers("12") == [local]
+    runtime = make_headers(site / "nvidia" / "cu13" / "include", version=13000)
+    assert build_backend.find_cuda_headers("13") == []  # not the crt/ of CUDA 12
+    named = make_headers(tmp_path / "named" / "include", version=13020, crt=True)
+    monkeypatch.setattr(build_backend, "find_cuda_home", lambda: named.parent)
+    assert build_backend.find_cuda_headers("13") == [named] != [runtime]
 
 
 def test_backend_says_that_torch_is_missing(monkeypatch):
@@ -295,7 +374,7 @@ def test_backend_says_that_torch_is_missing(monkeypatch):
 
 @pytest.fixture
 def setup_py(monkeypatch):
-    """setup.py as a module, for a CUDA 13.0 torch on a machine with neither GPU nor nvcc."""
+    """setup.py as a module, for a CUDA 13.0 torch without GPU, nvcc and headers."""
     pytest.importorskip("setuptools")
     spec = importlib.util.spec_from_file_location("setup_py", ROOT / "setup.py")
     module = importlib.util.module_from_spec(spec)
@@ -306,6 +385,7 @@ def setup_py(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(module, "find_cuda_home", lambda: None)
+    monkeypatch.setattr(module, "find_cuda_headers", lambda major: [])
     return module
 
 
@@ -314,7 +394,8 @@ def make_nvcc(home: Path, release: str) -> Path:
     nvcc = home / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text(
-        f'#!/bin/sh\n[ $1 = --version ] && echo "release {release}, V{release}.1" ||'
+        f"#!/bin/sh\n[ {release} != broken ] || exit 1\n"
+        f'[ $1 = --version ] && echo "release {release}, V{release}.1" ||'
         ' printf "compute_75\\ncompute_90\\ncompute_100\\n"\n'
     )
     nvcc.chmod(0o755)
@@ -324,19 +405,108 @@ def make_nvcc(home: Path, release: str) -> Path:
 def test_cuda_build_without_gpu(setup_py, monkeypatch, tmp_path):
     home = make_nvcc(tmp_path, "13.2")  # another minor version than torch's
     monkeypatch.setattr(setup_py, "find_cuda_home", lambda: home)
-    assert setup_py.cuda_support() == (home, "")
+    assert setup_py.cuda_support() == (setup_py.Cuda("13.2", home), "")
     monkeypatch.setenv("USE_CUDA", "0")
     assert setup_py.cuda_support() == (None, "USE_CUDA was 0 when fused_op was built")
 
 
 def test_cpu_build_without_gpu_gives_the_reason(setup_py, monkeypatch, tmp_path):
-    assert "there is no nvcc" in setup_py.cuda_support()[1]
+    assert re.search(r"there is no nvcc.*; nor are there headers of", setup_py.cuda_support()[1])
     monkeypatch.setattr(setup_py, "find_cuda_home", lambda: tmp_path)
     assert "no working nvcc" in setup_py.cuda_support()[1]
     make_nvcc(tmp_path, "12.8")
     assert re.search(r"of CUDA 12\.8, but torch .* with CUDA 13\.0", setup_py.cuda_support()[1])
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "is a build without CUDA" in setup_py.cuda_support()[1]
+
+
+@pytest.mark.parametrize("use_cuda", ["auto", "1"])
+@pytest.mark.parametrize("has_gpu", [False, True])
+@pytest.mark.parametrize(
+    ("nvcc", "message"),
+    [
+        ("", "there is no nvcc, and torch .* needs one of CUDA 13"),
+        ("broken", "there is no working nvcc in"),
+        ("12.8", r"nvcc in .* is of CUDA 12\.8, but torch .* with CUDA 13\.0"),
+    ],
+)
+def test_cuda_build_without_nvcc(
+    setup_py, monkeypatch, tmp_path, capsys, nvcc, message, has_gpu, use_cuda
+):
+    """Catches an error, or a build for the CPU, where g++ and NVRTC are all that is needed."""
+    headers = [make_headers(tmp_path / "runtime", version=13010), tmp_path / "crt"]
+    if nvcc:
+        make_nvcc(tmp_path, nvcc)
+    monkeypatch.setattr(setup_py, "find_cuda_home", lambda: tmp_path if nvcc else None)
+    monkeypatch.setattr(
+        setup_py, "find_cuda_headers", lambda major: headers if major == "13" else []
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setenv("USE_CUDA", use_cuda)
+    assert setup_py.cuda_support() == (setup_py.Cuda("13.1", None, tuple(headers)), "")
+    printed = capsys.readouterr().out
+    assert re.search(f"^fused_op: {message}.* only the C\\+\\+ is compiled", printed)
+    assert printed.count("\n") == 1 and f" {headers[0]}, " in printed
+
+
+def test_extension_without_nvcc(setup_py, monkeypatch, tmp_path):
+    """Catches kernels that nvcc would have to compile, and libraries that are not linked."""
+    monkeypatch.chdir(ROOT)
+    libs = tmp_path / "nvidia" / "cu13" / "lib"
+    libs.mkdir(parents=True)
+    library = libs / "libcudart.so.13"
+    library.touch()
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    headers = make_headers(tmp_path / "include", version=13000)
+    ext = setup_py.extension(setup_py.Cuda("13.0", None, (headers,)), "")
+    assert "csrc/cuda/launch.cpp" in ext.sources
+    assert not [path for path in ext.sources if path.endswith(".cu")]
+    macros = dict(ext.define_macros)
+    assert macros["FUSED_OP_CUDA_VERSION"] == '"13.0"' and macros["FUSED_OP_CUDA_ARCHS"] == '""'
+    assert {"FUSED_OP_WITH_CUDA", "FUSED_OP_NO_CORE_TABLE"} <= macros.keys()
+    assert "FUSED_OP_NO_CUDA_REASON" not in macros
+    assert str(headers) in ext.include_dirs
+    assert {"c10_cuda", "torch_cuda"} <= set(ext.libraries)
+    assert "cudart" not in ext.libraries and str(library) in ext.extra_link_args
+
+
+def why_no_build_without_nvcc() -> str:
+    """Why g++ cannot build the CUDA backend here; empty if it can."""
+    if torch.version.cuda is None:
+        return "torch is a build without CUDA"
+    if not all(map(importlib.util.find_spec, ("setuptools", "ninja"))):
+        return "needs setuptools and ninja"
+    import build_backend
+
+    found = build_backend.find_cuda_headers(torch.version.cuda.split(".")[0])
+    return "" if found else "there are no headers of CUDA"
+
+
+@pytest.mark.skipif(bool(why_no_build_without_nvcc()), reason=why_no_build_without_nvcc())
+def test_build_without_nvcc(tree, tmp_path):
+    """A real one, of a minute: what it has no kernel of, it compiles."""
+    for name in ("build_backend.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tree)
+    no_nvcc = tree / "no-nvcc"
+    no_nvcc.mkdir()
+    env = {**os.environ, "USE_CUDA": "1", "CUDA_HOME": str(no_nvcc), "PYTHONPATH": str(tree)}
+    env["FUSED_OP_CACHE_DIR"] = str(tree / "cache")
+
+    def run(*command: str) -> str:
+        command = (sys.executable, *command)
+        result = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    built = run("setup.py", "build_ext", "--inplace")
+    assert f"there is no working nvcc in {no_nvcc}/bin" in built
+    info = run("-c", "import fused_op; print(fused_op.build_info())")
+    assert "'cuda_archs': ''" in info and "'no_cuda_reason': ''" in info
+    plan = "plan --op layer_norm --rows 4096 --cols 768 --dtype bf16 --arch 9.0"
+    planned = run("-m", "fused_op", *plan.split())
+    assert "code    compiled with the extension" not in planned
+    if not why_not_nvrtc():
+        assert "code    compiled now" in planned
 
 
 @pytest.mark.parametrize("cause", ["there is a GPU", "USE_CUDA is 1"])
@@ -371,16 +541,17 @@ def test_architectures(setup_py, monkeypatch, tmp_path):
 
 def test_local_version_tells_wheels_apart(setup_py, monkeypatch, tmp_path):
     """Catches a CPU and a CUDA wheel of one name, and an sdist whose wheel pip would refuse."""
+    cuda = setup_py.Cuda("13.0", tmp_path)
     monkeypatch.setattr(setup_py, "TORCH_MINOR", "2.14")
     monkeypatch.setattr(setup_py, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["setup.py", "bdist_wheel"])
-    assert setup_py.local_version(tmp_path) == "+cu130torch2.14"
+    assert setup_py.local_version(cuda) == "+cu130torch2.14"
     assert setup_py.local_version(None) == "+cputorch2.14"
     monkeypatch.setattr(sys, "argv", ["setup.py", "sdist", "--formats", "gztar"])
-    assert setup_py.local_version(tmp_path) == setup_py.local_version(None) == ""
+    assert setup_py.local_version(cuda) == setup_py.local_version(None) == ""
     monkeypatch.setattr(sys, "argv", ["setup.py", "bdist_wheel"])
     tmp_path.joinpath("PKG-INFO").touch()
-    assert setup_py.local_version(tmp_path) == setup_py.local_version(None) == ""
+    assert setup_py.local_version(cuda) == setup_py.local_version(None) == ""
 
 
 def test_source_lines_only_on_request(setup_py, monkeypatch):

@@ -259,8 +259,6 @@ struct Call {
   bool adds_sums;
 };
 
-DType read_as_x(const BackwardSpec& spec) { return spec.recovers ? spec.grad_output : spec.row; }
-
 // Bytes of a column in shared memory, of one row.
 int staged_column(const BackwardSpec& spec) {
   return size_of(read_as_x(spec)) + size_of(spec.grad_output) + (spec.adds ? size_of(spec.row) : 0);

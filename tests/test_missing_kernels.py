@@ -7,6 +7,7 @@ reaches the user, and one whose numbers differ.
 
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.calls import arguments, assert_same, loss, outputs
 from tests.case import make_case
 from tests.ops import F32, OPS, PAIRS, subsets
 
+DOCS = Path(__file__).parents[1] / "docs"
 DOORS = ("norm", "norm_forward", "norm_backward", "norm_backward_into")
 
 
@@ -80,6 +82,8 @@ def test_one_warning(op, device, lose):
         "fused_op: PyTorch's operations, which are slower, take calls of which a kernel is "
         "missing. The first: a kernel cannot be had: on purpose"
     ]
+    for page in ("first_use.md", "troubleshooting.md"):
+        assert told[0].removesuffix("on purpose") in (DOCS / page).read_text()
 
 
 def test_backward_alone(op, device, lose):

@@ -36,6 +36,7 @@ template <typename T>
 using Accumulator = typename AccumulatorOf<T>::type;
 
 constexpr int kVectorBytes = 16;  // the widest load of one GPU thread
+constexpr int kWarpSize = 32;     // GPU threads
 template <typename T>
 constexpr int kVector = kVectorBytes / static_cast<int>(sizeof(T));
 

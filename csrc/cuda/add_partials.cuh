@@ -4,25 +4,17 @@
 
 #include "core/convert.h"
 #include "cuda/access.cuh"
+#include "cuda/backward_tile.h"
 #include "cuda/dependent_launch.cuh"
 #include "cuda/memory.cuh"
 
 namespace fused_op::cuda {
 
-// Where the gradients of weight and bias go; null: not wanted.
-struct PartialsTargets {
-  void* data[2];
-  bool add;  // they are f32, and are added to
-};
-
-// block: (kPartialsLanes, kPartialsRows); a thread adds up one vector of columns, of every
-// kPartialsRows-th row.
-constexpr int kPartialsLanes = 8;
-constexpr int kPartialsRows = 16;
 template <typename A>
 constexpr int kPartialsCols = kPartialsLanes * kVector<A>;  // of a CTA
 
-// Column sums of [parts, grads, stride]. W is the dtype of the parameters. grid: (columns, grads).
+// Column sums of [parts, grads, stride]. W is the dtype of the parameters. grid: (columns, grads);
+// block: (kPartialsLanes, kPartialsRows).
 template <typename W, typename A>
 __global__ void __launch_bounds__(kPartialsLanes* kPartialsRows, 4)
     add_partials_kernel(const A* partials, int parts, int grads, std::int64_t stride,

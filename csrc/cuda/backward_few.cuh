@@ -98,7 +98,6 @@ __device__ __forceinline__ void few_rows(const NormBackwardArgs& args, const Bac
 
 // The parameters' gradients at the columns of a slab. Groups of kSlabLanes threads take rows in
 // turn, a thread kOwn columns of each; then the groups' sums are added in order.
-constexpr int kSlabLanes = 8;
 template <typename Op, typename Tile>
 class Slab {
   using Norm = typename Op::Norm;

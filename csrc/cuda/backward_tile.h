@@ -64,6 +64,18 @@ FUSED_OP_HD constexpr int parameter_bytes(int lanes, int vectors, int size) {
   return lanes * ((vectors * size + kVectorBytes - 1) / kVectorBytes * kVectorBytes);
 }
 
+// Threads that have neighbouring columns of a slab, in backward_few_kernel.
+constexpr int kSlabLanes = 8;
+
+// Where add_partials_kernel puts the gradients of weight and bias; null: not wanted.
+struct PartialsTargets {
+  void* data[2];
+  bool add;  // they are f32, and are added to
+};
+// Its block. A thread adds up a vector of columns, of every kPartialsRows-th row.
+constexpr int kPartialsLanes = 8;
+constexpr int kPartialsRows = 16;
+
 // Columns of a row of partial sums, which is stored in vectors.
 FUSED_OP_HD constexpr std::int64_t partials_stride(std::int64_t cols) { return (cols + 7) / 8 * 8; }
 

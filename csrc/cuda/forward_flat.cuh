@@ -7,8 +7,6 @@
 
 namespace fused_op::cuda {
 
-constexpr int kFlatThreads = 256;
-
 // A thread has kRows rows of kCols columns, in packs of kPack.
 template <int kPack_, int kRows_, int kCols_>
 struct FlatTile {

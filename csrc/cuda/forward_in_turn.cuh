@@ -11,9 +11,6 @@
 
 namespace fused_op::cuda {
 
-constexpr int kInTurnStages = 4;  // rows in shared memory
-constexpr int kInTurnSlots = 4;   // rows whose moments are on their way
-
 // A warp's part of some rows, which one lane copies into shared memory in bulk (PTX ISA:
 // cp.async.bulk, mbarrier); the L2 cache evicts last what they are copied from.
 template <typename Tile>
@@ -137,6 +134,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   __shared__ std::uint64_t arrivals[kInTurnSlots];
   __shared__ std::uint64_t copied[Tile::kThreads / kWarpSize * kInTurnStages];
   alignas(16) __shared__ WarpMoments<A> slots[kInTurnSlots * kMaxSlots];
+  static_assert(sizeof(arrivals) + sizeof(copied) + sizeof(slots) <= kInTurnOwn);
   extern __shared__ uint4 shared[];
   const std::int64_t first_row = cluster_id();
   const ClusterExchange<WarpMoments<A>, kInTurnSlots> exchange{

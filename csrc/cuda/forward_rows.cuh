@@ -10,6 +10,7 @@
 #include "core/source.h"
 #include "cuda/access.cuh"
 #include "cuda/dependent_launch.cuh"
+#include "cuda/forward_layout.h"
 #include "cuda/row_sum.cuh"
 
 namespace fused_op::cuda {
@@ -54,8 +55,6 @@ struct ForwardOp {
   using Epilogue = Epilogue_;
   using Access = Access_;
 };
-
-constexpr int kMaxRowWarps = 16;
 
 // Calls add(x · scale - from, total) for a lane's elements, in one short chain of sums a pack: a
 // long one lets the scheduler unpack the whole row ahead of it, in twice the registers.

@@ -4,6 +4,7 @@
 //   memory.cuh           the instructions by which words are read and written
 //   access.cuh           how packs of a row move, by vectors or by words
 //   row_sum.cuh          sums over the threads of a row
+//   forward_layout.h     what plans and kernels of forward agree on
 //   forward_rows.cuh     forward_kernel
 //   forward_flat.cuh     forward_flat_kernel: rows no longer than a vector
 //   long_rows.cuh        the parts of a row that is longer than a CTA's registers

@@ -56,8 +56,8 @@ const Kernel& require_kernel(const KernelKey& key, const DeviceInfo& device, Sou
 // run time, with the same bits. (Not where none are compiled: the package has those of a width.)
 constexpr int kMostKernels = 128;
 inline bool has_too_many_kernels(const KernelKey& next, const DeviceInfo& device) {
-  return look_up(next, device.arch) == nullptr && jit_mode() != Jit::kOff &&
-         kernel_count.load(std::memory_order_relaxed) >= kMostKernels;
+  return kernel_count.load(std::memory_order_relaxed) >= kMostKernels && jit_mode() != Jit::kOff &&
+         look_up(next, device.arch) == nullptr;
 }
 
 struct LaunchShape {

@@ -85,21 +85,13 @@ void launch_rows(const NormBackwardArgs& args, const BackwardSpec& spec, Backwar
   }
 }
 
-// Where add_partials_kernel puts the gradients: PartialsTargets of cuda/add_partials.cuh.
-struct PartialsTargets {
-  void* data[2];
-  bool add;
-};
-
 // As many columns as a CTA of add_partials_kernel adds, and the shared memory it has of its own.
 struct PartialsShape {
-  static constexpr int kLanes = 8;
-  static constexpr int kRows = 16;
   int cols;
   int own_bytes;
 
   explicit PartialsShape(int size)
-      : cols(kLanes * kVectorBytes / size), own_bytes(kRows * cols * size) {}
+      : cols(kPartialsLanes * kVectorBytes / size), own_bytes(kPartialsRows * cols * size) {}
 };
 
 }  // namespace
@@ -121,12 +113,12 @@ void launch_add_partials(const Kernel& kernel, const NormBackwardArgs& args,
                          const DeviceInfo& device, cudaStream_t stream) {
   const PartialsShape shape(spec.row == DType::kFloat64 ? 8 : 4);
   const int grads = spec.norm == NormKind::kLayerNorm ? 2 : 1;
-  const dim3 grid(static_cast<unsigned>((args.cols + shape.cols - 1) / shape.cols),
+  const dim3 grid(static_cast<unsigned>(ceil_div(args.cols, shape.cols)),
                   static_cast<unsigned>(grads));
   // With programmatic launch its CTAs start on whichever SMs free up first, and pile up there.
   // Unused shared memory limits each SM to its share.
   const int ctas = static_cast<int>(grid.x * grid.y);
-  const int per_sm = (ctas + device.multiprocessors - 1) / device.multiprocessors;
+  const auto per_sm = static_cast<int>(ceil_div(ctas, device.multiprocessors));
   const int most = device.shared_bytes - shape.own_bytes - 2048;
   const int unused = std::clamp(device.shared_bytes / per_sm - shape.own_bytes - 2048, 0, most);
   const PartialsTargets targets{{args.grad_weight, args.grad_bias}, args.add_grads};
@@ -134,7 +126,7 @@ void launch_add_partials(const Kernel& kernel, const NormBackwardArgs& args,
   const std::int64_t stride = partials_stride(args.cols);
   launch(kernel,
          {.grid = grid,
-          .block = dim3(PartialsShape::kLanes, PartialsShape::kRows),
+          .block = dim3(kPartialsLanes, kPartialsRows),
           .shared_bytes = kernel.allow_shared(unused, device) ? unused : 0},
          {&partials, &count, &grads, &stride, &args.cols, &targets}, device, stream);
 }

@@ -10,6 +10,7 @@
 #include "core/source.h"
 #include "cuda/access.cuh"
 #include "cuda/dependent_launch.cuh"
+#include "cuda/forward_layout.h"
 #include "cuda/forward_rows.cuh"
 #include "cuda/row_sum.cuh"
 
@@ -30,9 +31,6 @@ struct LongTile {
   static constexpr int kPartCols = kStep * kVectors;
   static constexpr int kPacks = kVectors * kParts;  // of a lane
 };
-
-// Parts that many apart share an entry of the exchange. (16 CTAs of 16 warps)
-constexpr int kMaxSlots = 256;
 
 // The packs of one lane where a row may have any length: like Lane of access.cuh.
 template <int kStep_, bool kKeep_>

@@ -6,17 +6,10 @@
 
 #include "core/pack.h"
 #include "cuda/core_table.h"
+#include "cuda/forward_layout.h"
 #include "cuda/plan_names.h"
 
 namespace fused_op::cuda {
-namespace {
-
-constexpr int kWarpSize = 32;
-constexpr int kMaxWarps = 16;  // of a row
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-}  // namespace
 
 // Units of 16 bytes of the row where all streams have its type. Wider streams beside a 16-bit row
 // halve the packs, so that no lane moves more than 16 bytes at a time: a warp's accesses stay
@@ -34,6 +27,8 @@ Deal deal_of(const ForwardSpec& spec) {
   }
   return {kVectorBytes / narrowest, kVectorBytes / widest};
 }
+
+bool by_words(const ForwardSpec& spec, std::int64_t cols) { return cols % deal_of(spec).unit != 0; }
 
 namespace {
 
@@ -90,13 +85,12 @@ Grid best_grid(std::int64_t units, const Limits& limits) {
   for (int lanes = 1; lanes < kWarpSize; lanes *= 2) {
     consider(lanes, 1);
   }
-  for (int warps = 1; warps <= kMaxWarps; ++warps) {
+  for (int warps = 1; warps <= kMaxRowWarps; ++warps) {
     consider(kWarpSize, warps);
   }
   return best;
 }
 
-bool by_words(const ForwardSpec& spec, std::int64_t cols) { return cols % deal_of(spec).unit != 0; }
 int word_pack(const ForwardSpec& spec) { return size_of(spec.row) == 2 ? 2 : 1; }
 
 // Threads of an SM, by units or words of a lane: as many as registers suffice for. Rows of several
@@ -219,7 +213,7 @@ bool is_core(const ForwardSpec& spec, std::int64_t cols) {
 }
 
 std::int64_t most_forward_cols(const ForwardSpec& spec) {
-  return std::int64_t{kMaxWarps} * kWarpSize * 4 * kVectorBytes / size_of(spec.row);
+  return std::int64_t{kMaxRowWarps} * kWarpSize * 4 * kVectorBytes / size_of(spec.row);
 }
 
 ForwardPlan plan_forward(const ForwardSpec& spec, std::int64_t rows, std::int64_t cols,
@@ -255,7 +249,7 @@ ForwardPlan plan_forward(const ForwardSpec& spec, std::int64_t rows, std::int64_
   if (places.one_span && is_short(spec, cols) && !spec.adds && !spec.dropout && !spec.split &&
       size_of(spec.output) == size_of(spec.row)) {
     plan.flat_rows = cols <= (size_of(spec.row) == 2 ? 4 : 1) ? 8 : 4;
-    plan.threads = 256;
+    plan.threads = kFlatThreads;
     plan.words = false;
     plan.ctas = ceil_div(rows, std::int64_t{plan.threads} * plan.flat_rows);
     return plan;

@@ -14,6 +14,8 @@
 
 namespace fused_op::cuda {
 
+inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
 // What the kernels of a plan are compiled from.
 constexpr const char* kForwardHeader = "cuda/forward_rows.cuh";
 constexpr const char* kFlatHeader = "cuda/forward_flat.cuh";
@@ -46,6 +48,8 @@ struct Deal {
   int pack;  // elements, a unit or half of one
 };
 Deal deal_of(const ForwardSpec& spec);
+// Whether rows are no whole number of units.
+bool by_words(const ForwardSpec& spec, std::int64_t cols);
 
 // The arguments of ForwardTile (forward_rows.cuh), in its order, and the launch.
 struct ForwardPlan {
@@ -138,6 +142,10 @@ struct BackwardSpec {
   DType grad_output;
 };
 BackwardSpec spec_of(const NormBackwardArgs& args);
+inline bool is_double(const BackwardSpec& spec) { return spec.row == DType::kFloat64; }
+inline DType read_as_x(const BackwardSpec& spec) {
+  return spec.recovers ? spec.grad_output : spec.row;
+}
 
 // How rows move: Vectors, Words and WholeWords of access.cuh.
 enum class Move : int { kVectors, kWords, kWholeWords };

@@ -10,15 +10,9 @@
 namespace fused_op::cuda {
 namespace {
 
-constexpr int kWarpSize = 32;
 constexpr int kMostThreads = 512;  // of a CTA: 128 registers a thread
 constexpr int kMostWarps = kMostThreads / kWarpSize;
 constexpr std::int64_t kMostCoreBytes = 8192;  // of a row of the core table
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-bool is_double(const BackwardSpec& spec) { return spec.row == DType::kFloat64; }
-DType read_as_x(const BackwardSpec& spec) { return spec.recovers ? spec.grad_output : spec.row; }
 
 // The dtypes of what a row is read from: x, dy, and what arrives through the sum.
 struct Streams {

@@ -14,14 +14,9 @@ constexpr std::int64_t kMostBytes = 2 << 20;  // of x
 
 constexpr int kThreads = 256;  // of a CTA, unless a row has more
 constexpr int kMostThreads = 512;
-constexpr int kSlabLanes = 8;  // backward_few.cuh
 // Words that a lane has in registers. By words, 96 of them spill, and 72 beside Philox.
 constexpr int kMostHeldWords = 80;
 constexpr int kMostDroppingWords = 64;
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-DType read_as_x(const BackwardSpec& spec) { return spec.recovers ? spec.grad_output : spec.row; }
 
 // What a lane has of a row and of the parameters in registers.
 int held_words(const BackwardSpec& spec, const BackwardPlan& rows) {

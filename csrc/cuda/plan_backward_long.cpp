@@ -16,11 +16,6 @@ constexpr std::int64_t kFewestChunkRows = 16;
 constexpr std::int64_t kMostChunks = 65535;  // of a grid
 constexpr int kCtasPerSm = 8;
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-bool is_double(const BackwardSpec& spec) { return spec.row == DType::kFloat64; }
-DType read_as_x(const BackwardSpec& spec) { return spec.recovers ? spec.grad_output : spec.row; }
-
 // Elements of a unit: 16 bytes of the widest stream.
 int unit_of(const BackwardSpec& spec) {
   int widest = std::max({size_of(read_as_x(spec)), size_of(spec.grad_output), size_of(spec.row),

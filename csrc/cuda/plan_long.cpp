@@ -3,22 +3,15 @@
 #include <algorithm>
 
 #include "core/pack.h"
+#include "cuda/forward_layout.h"
 #include "cuda/plan.h"
 #include "cuda/plan_names.h"
 
 namespace fused_op::cuda {
 namespace {
 
-constexpr int kWarpSize = 32;
-constexpr int kMaxSlots = 256;        // parts of a row whose moments a cluster exchanges
-constexpr int kMaxWarps = 16;         // of a CTA
-constexpr int kWarps = 8;             // of a CTA that shares its SM with others
-constexpr int kInTurnStages = 4;      // rows in shared memory, where rows come in turn
-constexpr int kInTurnOwn = 18 << 10;  // bytes of shared memory for their moments and barriers
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-bool by_words(const ForwardSpec& spec, std::int64_t cols) { return cols % deal_of(spec).unit != 0; }
+constexpr int kMaxWarps = 16;  // of a CTA
+constexpr int kWarps = 8;      // of a CTA that shares its SM with others
 
 // A lane has four units of a part, of float64 two. Of rows by words it has as many elements, but 16
 // of a 32-bit row beside narrower streams.

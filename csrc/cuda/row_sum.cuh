@@ -4,10 +4,10 @@
 #pragma once
 
 #include "core/norm_math.h"
+#include "core/pack.h"
 
 namespace fused_op::cuda {
 
-constexpr int kWarpSize = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // 1 / value for a normal value, to the last bit or next to it: three instructions where the

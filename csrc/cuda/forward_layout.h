@@ -1,0 +1,19 @@
+// What the plans of forward and its kernels agree on, beside the arguments of tiles. Host and
+// device; torch-free.
+#pragma once
+
+namespace fused_op::cuda {
+
+constexpr int kMaxRowWarps = 16;   // of a row in forward_kernel
+constexpr int kFlatThreads = 256;  // of a CTA of forward_flat_kernel
+
+// Moments of a long row's parts that are exchanged. (16 CTAs of 16 warps.) Parts that many apart
+// share one.
+constexpr int kMaxSlots = 256;
+
+// Long rows in turn:
+constexpr int kInTurnStages = 4;      // rows in shared memory
+constexpr int kInTurnSlots = 4;       // rows whose moments are on their way
+constexpr int kInTurnOwn = 18 << 10;  // bytes of shared memory for these, and barriers
+
+}  // namespace fused_op::cuda

@@ -194,6 +194,21 @@ _EXTRA = (
     *(Case("rms_norm", "bfloat16", rows_for(cols), cols) for cols in (128, 1024, 4096, 8192)),
 )
 
+# Widths between the usual ones: rows of whole vectors that are no power of two of them, and rows that
+# begin anywhere. Its result has a file of its own.
+_EVEN_WIDTHS = (
+    *(32, 40, 72, 96, 144, 200, 288, 320, 392, 576, 704, 880, 1088, 1152, 1280, 1544, 1920),
+    *(2304, 2880, 3200, 3584, 4608, 5000, 5632, 6656, 7680, 8200, 9216, 11008, 12888, 13824),
+    *(14336, 15360, 16384),
+)
+_ODD_WIDTHS = (255, 333, 511, 769, 1023, 1537, 2047, 2050, 3001, 4095, 5121, 6145, 7777, 8191, 9999)
+_WIDTHS = tuple(
+    Case(op, "bfloat16", (1 << 26) // cols, cols)
+    for ops, widths in ((OPS[:2], _EVEN_WIDTHS), (OPS[:4], _ODD_WIDTHS))
+    for cols in widths
+    for op in ops
+)
+
 # Few rows, odd lengths beside even ones: what an odd length costs where latency counts. Its result
 # has a file of its own.
 _FEW_ODD_ROWS = tuple(
@@ -225,6 +240,7 @@ GRIDS: dict[str, tuple[Case, ...]] = {
     **{name: _cases_of(targets) for name, targets in _TARGETS_OF.items()},
     "extra": _EXTRA,
     "few_odd_rows": _FEW_ODD_ROWS,
+    "widths": _WIDTHS,
     "all": _cases_of(TARGETS) + _EXTRA,
 }
 

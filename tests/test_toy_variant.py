@@ -22,6 +22,8 @@ COMPILER = shutil.which("g++") or shutil.which("c++")
 # No width of the core table: even, of whole packs or not, odd, of several warps.
 WIDTHS = [24, 145, 1152, 3202]
 DTYPES = {"bf16": (BF16, BF16, F32), "f32": (F32, F32, BF16)}  # input, parameters, output
+# For fewer than some hundred, backward has a kernel of its own, with other arguments.
+ROWS = [301, 3000]
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -66,7 +68,7 @@ def assert_near(found, truth):
 @needs_nvrtc
 @pytest.mark.parametrize("centred", [True, False], ids=["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("rows", [1, 37, 3000])
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("cols", WIDTHS)
 def test_it_computes(cols, rows, dtypes, centred):
     g = torch.Generator("cuda").manual_seed(0)

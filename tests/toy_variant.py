@@ -158,6 +158,7 @@ def backward(driver: Driver, centred: bool, scaled: Tensor, stats: Tensor, *rest
     rows, cols = scaled.shape
     dtypes = (NAMES[scaled.dtype], NAMES[weight.dtype], NAMES[dy.dtype])
     integers, kernels = plan(True, centred, rows, cols, dtypes)
+    assert "::backward_kernel<" in kernels[0][1], "these arguments are that kernel's"
     grad_x, grad_weight, grad_bias = map(torch.empty_like, (scaled, weight, bias))
     workspace = torch.empty(integers["partials_bytes"] // 4, device=dy.device)
     args = BackwardArgs(

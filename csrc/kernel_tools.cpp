@@ -149,6 +149,7 @@ py::dict cache_info() {
 }
 
 int clear_cache() { return cuda::clear_cache(); }
+int max_kernels() { return cuda::max_kernels(); }
 std::string compiler_identity() { return cuda::compiler_identity(); }
 std::string why_no_compiler() { return cuda::why_no_compiler(); }
 #else
@@ -171,6 +172,7 @@ std::string kernel_key(const std::string&, const std::string&, int, const Header
 Headers kernel_sources() { fail(); }
 py::dict cache_info() { fail(); }
 int clear_cache() { fail(); }
+int max_kernels() { fail(); }
 std::string compiler_identity() { fail(); }
 std::string why_no_compiler() { fail(); }
 #endif
@@ -198,6 +200,7 @@ void bind_kernel_tools(py::module_& m) {
   m.def("_kernel_sources", &kernel_sources);
   m.def("_cache_info", &cache_info);
   m.def("_clear_cache", &clear_cache);
+  m.def("_max_kernels", &max_kernels);
   m.def("_compiler_identity", &compiler_identity);
   m.def("_why_no_compiler", &why_no_compiler);
 }

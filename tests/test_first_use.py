@@ -144,14 +144,19 @@ def test_many_widths(tmp_path):
         print(bits.hexdigest())
     """
     many = """
-        for cols in range(1025, 1225):
+        for cols in range(1025, 1085):
             fused_op.fused_rms_norm(torch.ones(3, cols, device="cuda"))
     """
     caches = [tmp_path / name for name in ("few", "many")]
     programs = [some, textwrap.dedent(many) + textwrap.dedent(some)]
     few, after_many = (
-        run(program, FUSED_OP_CACHE_DIR=str(cache), FUSED_OP_JIT="require")
+        run(
+            program,
+            FUSED_OP_CACHE_DIR=str(cache),
+            FUSED_OP_JIT="require",
+            FUSED_OP_MAX_KERNELS="40",
+        )
         for program, cache in zip(programs, caches, strict=True)
     )
     assert after_many == few
-    assert 128 <= len(list(caches[1].glob("*.kernel"))) < 190
+    assert 40 <= len(list(caches[1].glob("*.kernel"))) < 90

@@ -51,6 +51,7 @@ def run_python(code: str, path: Path = ROOT, **env: str) -> subprocess.Completed
 
 
 FIND = "import torch, fused_op_cuda as f; from tests.toy_kernel import find; print(find()[2])"
+MAX_KERNELS = "import torch, fused_op_cuda as f; print(f._max_kernels())"
 
 
 # --- Found again ----------------------------------------------------------------------------------
@@ -491,6 +492,18 @@ def test_kernels_are_compiled_by_default(jit):
 def test_unknown_value_of_jit():
     done = run_python(FIND, FUSED_OP_JIT="yes")
     assert "RuntimeError: FUSED_OP_JIT must be 0, 1 or require, got 'yes'" in done.stderr
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "1.5", "many", "12 ", "9999999999"])
+def test_unknown_count_of_kernels(count):
+    done = run_python(MAX_KERNELS, FUSED_OP_MAX_KERNELS=count)
+    wanted = f"RuntimeError: FUSED_OP_MAX_KERNELS must be a positive integer, got '{count}'"
+    assert wanted in done.stderr
+
+
+def test_count_of_kernels():
+    assert run_python(MAX_KERNELS, FUSED_OP_MAX_KERNELS="64").stdout == "64\n"
+    assert run_python(MAX_KERNELS, FUSED_OP_MAX_KERNELS="").stdout == "512\n"
 
 
 def test_jit_is_read_once(cache, monkeypatch):

@@ -159,8 +159,7 @@ def test_distinct_shapes(op, device):
     """A cache by shape would grow with each of them."""
     data = torch.randn(2, 1 << 15, device=device)
 
-    # On a GPU the first widths have a kernel each. A process that has 128 of them takes kernels of
-    # any width, of which these widths need few. The warm-up sees every width once.
+    # On a GPU each width has a kernel, up to FUSED_OP_MAX_KERNELS. The warm-up sees every width.
     def work(i):
         rows, cols = 1 + i % 7, 1025 + i % 256
         x, y = (t[: rows * cols].view(rows, cols).requires_grad_() for t in data)

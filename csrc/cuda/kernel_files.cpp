@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <atomic>
+#include <charconv>
 #include <cstdlib>
 #include <filesystem>
 #include <memory>
@@ -122,6 +123,26 @@ Jit jit_mode() {
     known.store(mode, std::memory_order_relaxed);
   }
   return static_cast<Jit>(mode);
+}
+
+int max_kernels() {
+  static constinit std::atomic<int> known{0};
+  int count = known.load(std::memory_order_relaxed);
+  if (count == 0) {
+    constexpr int kDefault = 512;
+    const char* const given = std::getenv("FUSED_OP_MAX_KERNELS");
+    const std::string_view value = given == nullptr ? "" : given;
+    count = kDefault;
+    if (!value.empty()) {
+      const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), count);
+      if (error != std::errc() || end != value.data() + value.size() || count <= 0) {
+        throw std::runtime_error("FUSED_OP_MAX_KERNELS must be a positive integer, got '" +
+                                 std::string(value) + "'");
+      }
+    }
+    known.store(count, std::memory_order_relaxed);
+  }
+  return count;
 }
 
 std::string kernel_key(const KernelSource& source, int arch, const std::string& compiler) {

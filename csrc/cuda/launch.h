@@ -51,12 +51,11 @@ const Kernel& require_kernel(const KernelKey& key, const DeviceInfo& device, Sou
   throw KernelError("a kernel cannot be had: " + why_no_kernel());
 }
 
-// A kernel for each width is faster, and costs half a second and some memory. A process that has so
-// many kernels sees widths that change all the time: new ones take kernels whose width is known at
+// A kernel for each width is faster, and costs half a second and some memory. A process that has
+// max_kernels() sees widths that change all the time: new ones take kernels whose width is known at
 // run time, with the same bits. (Not where none are compiled: the package has those of a width.)
-constexpr int kMostKernels = 128;
 inline bool has_too_many_kernels(const KernelKey& next, const DeviceInfo& device) {
-  return kernel_count.load(std::memory_order_relaxed) >= kMostKernels && jit_mode() != Jit::kOff &&
+  return kernel_count.load(std::memory_order_relaxed) >= max_kernels() && jit_mode() != Jit::kOff &&
          look_up(next, device.arch) == nullptr;
 }
 

@@ -29,6 +29,7 @@ NAMES = {F16: "f16", BF16: "bf16", F32: "f32", F64: "f64"}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 FEW = 5  # rows; a prime, so that some CTA is not full
 MANY = 1 << 20
+SHORT = 66  # columns, from which on a tile has more than one width
 PORTABLE_CLUSTER = 8
 LONG_ROWS = (40, 300, 1100)  # not few, and so many that clusters take several in turn
 
@@ -115,7 +116,7 @@ def widths(pair: Pair) -> list[int]:
     vector = 32 // pair.rows.itemsize  # of 16 bytes, also beside a stream half as wide
     # A CTA has it in registers, also beside a stream half as wide.
     longest = (1 << 15) // (8 if pair.rows == torch.float64 else 2)
-    found = set(range(1, 6 * vector))
+    found = set(range(1, max(6 * vector, SHORT)))
     count = 1.0
     while count * vector <= longest:
         even = int(count) * vector
@@ -145,7 +146,7 @@ def row_counts(call: Call, gpu: Gpu) -> set[int]:
         counts.update(LONG_ROWS)
     plan, _ = replace(call, rows=MANY, backward=True).kernels(gpu)
     if "side_by_side" in plan and plan["stages"] > 2 and plan["most_threads"] == 512:
-        counts.add(16 * plan["ctas"] * plan["side_by_side"] + 1)
+        counts.add(16 * plan["ctas"] * (plan["most_threads"] // plan["row_threads"]) + 1)
     return counts
 
 
@@ -157,8 +158,9 @@ def candidates(pair: Pair, gpu: Gpu, portable: bool) -> dict[Trait, tuple[int, C
         counts: set[int] = set()
         types = None
         for variant in variants(pair):
-            # Both norms have the same tiles, but for some of the core table's.
-            if cols % 7 % 2 == NORMS.index(variant.op) and cols % 32 != 0:
+            # Both norms have the same tiles, but for some of short rows and of the core table's.
+            one = cols % 7 % 2 == NORMS.index(variant.op)
+            if one and cols >= SHORT and cols % 32 != 0:
                 continue
             if types != (types := (variant.residual, variant.out_dtype)):  # options change little
                 counts = row_counts(replace(variant, cols=cols), gpu)

@@ -335,9 +335,6 @@ const char* broken_launch(const BackwardSpec& spec, const BackwardPlan& plan, co
   if (plan.most_threads % 32 != 0 || plan.most_threads > 640) return "threads of a tile";
   if (threads < 32 || threads % 32 != 0 || threads > plan.most_threads) return "threads";
   if (plan.ctas_per_sm < 1 || plan.ctas_per_sm * plan.most_threads > 1024) return "CTAs of an SM";
-  if (plan.keep != kKeepNothing && plan.keep != kKeepPacks && plan.keep != kKeepValues) {
-    return "what is kept";
-  }
   if (plan.stages < 2 || plan.stages > 3) return "stages";
   const std::int64_t staged =
       std::int64_t{threads} * plan.vectors * plan.pack * staged_column(spec) * plan.stages;

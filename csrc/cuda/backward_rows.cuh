@@ -62,8 +62,7 @@ class RowBackward {
   static constexpr int kVectors = Tile::kVectors;
   static constexpr int kTogether = packs_together<Op, Tile>();
   static constexpr bool kWholePacks = Tile::kWidth > 0 && Tile::kWidth % N == 0;
-  static constexpr int kValues = Tile::kKeep == kKeepValues ? kVectors : 1;
-  static constexpr int kPacks = Tile::kKeep == kKeepPacks ? kVectors : 1;
+  static constexpr int kKept = Tile::kKeep ? kVectors : 1;
 
  public:
   using Rows = Rows_;
@@ -98,14 +97,10 @@ class RowBackward {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       if (takes_part(i / kTogether * kTogether)) {
-        A(&xhat)[N] = xhat_[Tile::kKeep == kKeepValues ? i : 0];
-        A(&grad)[N] = grad_[Tile::kKeep == kKeepValues ? i : 0];
+        A(&xhat)[N] = xhat_[Tile::kKeep ? i : 0];
+        A(&grad)[N] = grad_[Tile::kKeep ? i : 0];
         const Pack<X, N> x = staged_.template load<0>(i);
         const Pack<GradOutput, N> dy = staged_.template load<1>(i);
-        if constexpr (Tile::kKeep == kKeepPacks) {
-          x_[i] = x;
-          dy_[i] = dy;
-        }
         expand(epilogue, x, dy, i, normalizer, xhat, grad, totals[i]);
         // Past the row's end is anything; what the totals gain by it is not stored.
         const int valid = lane_.template valid<N>(i);
@@ -132,12 +127,10 @@ class RowBackward {
 #pragma unroll
         for (int k = 0; k < kTogether; ++k) {
           const int i = first + k;
-          A(&xhat)[N] = xhat_[Tile::kKeep == kKeepValues ? i : 0];
-          A(&grad)[N] = grad_[Tile::kKeep == kKeepValues ? i : 0];
+          A(&xhat)[N] = xhat_[Tile::kKeep ? i : 0];
+          A(&grad)[N] = grad_[Tile::kKeep ? i : 0];
           Sums ignored{};
-          if constexpr (Tile::kKeep == kKeepPacks) {
-            expand(epilogue, x_[i], dy_[i], i, normalizer, xhat, grad, ignored);
-          } else if constexpr (Tile::kKeep == kKeepNothing) {
+          if constexpr (!Tile::kKeep) {
             expand(epilogue, staged_.template load<0>(i), staged_.template load<1>(i), i,
                    normalizer, xhat, grad, ignored);
           }
@@ -184,10 +177,8 @@ class RowBackward {
   int lane_of_row_;
   Rows staged_;
   Parameters parameters_;
-  Pack<X, N> x_[kPacks];  // what is kept of the row at hand
-  Pack<GradOutput, N> dy_[kPacks];
-  A xhat_[kValues][N];
-  A grad_[kValues][N];
+  A xhat_[kKept][N];  // of the row at hand
+  A grad_[kKept][N];
 };
 
 // The sums of a row over its lanes and warps, valid in all of them. parts: [warps] in shared
@@ -417,7 +408,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
                     Op::Norm::kGrads * Tile::kWarpCols * static_cast<int>(sizeof(typename Op::A)),
                 "two rows in flight leave room for the column sums");
   static_assert(Tile::kWarpCols * sizeof(typename Op::A) % kVectorBytes == 0);
-  extern __shared__ uint4 shared[];
+  alignas(128) extern __shared__ uint4 shared[];
   const int width = Tile::kWidth > 0 ? Tile::kWidth : static_cast<int>(args.cols);
   const BackwardPlace place = backward_place<Tile>();
   const std::int64_t first_row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + place.team;

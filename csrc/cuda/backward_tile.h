@@ -8,17 +8,11 @@
 
 namespace fused_op::cuda {
 
-// What a thread keeps of its packs between the two passes over a row. Sums over the rows take 2 · N
-// registers for each pack beside it (RMSNorm: N).
-constexpr int kKeepNothing = 0;  // reads them from shared memory again
-constexpr int kKeepPacks = 1;    // x and dy as they came
-constexpr int kKeepValues = 2;   // x̂ and its gradient, computed once
-
 // kLanes lanes have a row, or as many whole warps as it needs; a warp has kLanes · kVectors
 // neighbouring packs of kPack elements, each lane every kLanes-th of them. Rows of one CTA lie side
 // by side.
 template <int kPack_, int kLanes_, int kVectors_, int kThreads_, int kCtasPerSm_, int kStages_,
-          int kKeep_, bool kParametersStay_, int kWidth_, bool kFull_>
+          bool kKeep_, bool kParametersStay_, int kWidth_, bool kFull_>
 struct BackwardTile {
   static constexpr int kPack = kPack_;
   static constexpr int kLanes = kLanes_;
@@ -26,7 +20,9 @@ struct BackwardTile {
   static constexpr int kThreads = kThreads_;  // of a CTA, at most
   static constexpr int kCtasPerSm = kCtasPerSm_;
   static constexpr int kStages = kStages_;  // rows of a team in shared memory, one of them at hand
-  static constexpr int kKeep = kKeep_;
+  // Whether a thread keeps x̂ and its gradient between the two passes over a row; else it reads x
+  // and dy from shared memory again.
+  static constexpr bool kKeep = kKeep_;
   static constexpr bool kParametersStay = kParametersStay_;  // in registers; else in shared memory
   static constexpr int kWidth = kWidth_;                     // of the rows; 0: known at run time
   static constexpr bool kFull = kFull_;  // then no lane has a pack past the end of a row

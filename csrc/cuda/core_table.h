@@ -64,7 +64,7 @@ constexpr BackwardPlan core_backward_plan(int tile, int size, bool adds) {
   plan.stages = of.stages;
   plan.most_threads = of.vectors == 1 ? 256 : 512;
   plan.ctas_per_sm = of.vectors > 1 ? 1 : adds ? 2 : 3;
-  plan.keep = kKeepValues;
+  plan.keep = true;
   plan.parameters_stay = of.vectors == 1;
   return plan;
 }

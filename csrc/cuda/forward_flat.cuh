@@ -148,29 +148,16 @@ __global__ void __launch_bounds__(kFlatThreads)
   }
   __syncthreads();
   const A cols = static_cast<A>(Tile::kCols);
-#pragma unroll 2
-  for (int r = 0; r < Tile::kRows; ++r) {
-    const int row = r * kFlatThreads + static_cast<int>(threadIdx.x);
-    if (row >= rows) {
-      break;
-    }
-    Pack<Row, N> packs[kVectors];
+  const auto load = [&](int row, Pack<Row, N>(&packs)[kVectors]) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       packs[i] = source.load(row, i);
     }
-    A scale = 1;
-    Moments<A> moments =
-        moments_of_lanes<Norm, Tile::kCols % N == 0, 1>(lane, packs, cols, A(1), false);
-    if (!trusted(moments, cols)) {
-      moments = moments_again<Norm>(source, row, A(1));
-      if (overflowed(moments)) {
-        scale = Limits<A>::kScale;
-        moments = moments_again<Norm>(source, row, scale);
-      }
-    }
-    const Normalizer<A> normalizer =
-        normalizer_of<Norm>(args, moments, scale, reciprocal(cols), cta_row + row, true);
+  };
+  const auto finish = [&](int row, const Pack<Row, N>(&packs)[kVectors], Moments<A> moments,
+                          A scale) {
+    const Normalizer<A> normalizer = normalizer_of<Norm>(args, moments, scale, reciprocal(cols),
+                                                         cta_row + row, row < rows);
     Epilogue epilogue(args, cta_row + row, lane);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -183,6 +170,36 @@ __global__ void __launch_bounds__(kFlatThreads)
       epilogue.template apply<Norm>(parameters[i], i, values);
       target.store(row, i, rounded<Y>(values));
     }
+  };
+  // Without a branch, so that the rows of a thread overlap. Those past the last one have any values,
+  // and are stored nowhere else than in shared memory.
+  unsigned untrusted = 0;  // a bit a row
+#pragma unroll
+  for (int r = 0; r < Tile::kRows; ++r) {
+    const int row = r * kFlatThreads + static_cast<int>(threadIdx.x);
+    Pack<Row, N> packs[kVectors];
+    load(row, packs);
+    const Moments<A> moments =
+        moments_of_lanes<Norm, Tile::kCols % N == 0, 1>(lane, packs, cols, A(1), false);
+    if (trusted(moments, cols)) {
+      finish(row, packs, moments, A(1));
+    } else {
+      untrusted |= 1u << r;
+    }
+  }
+#pragma unroll 1
+  for (; untrusted != 0; untrusted &= untrusted - 1) {
+    const int row = (__ffs(static_cast<int>(untrusted)) - 1) * kFlatThreads +
+                    static_cast<int>(threadIdx.x);
+    Pack<Row, N> packs[kVectors];
+    load(row, packs);
+    A scale = 1;
+    Moments<A> moments = moments_again<Norm>(source, row, scale);
+    if (overflowed(moments)) {
+      scale = Limits<A>::kScale;
+      moments = moments_again<Norm>(source, row, scale);
+    }
+    finish(row, packs, moments, scale);
   }
   __syncthreads();
   target.write(static_cast<Y*>(args.output.data) + cta_row * Tile::kCols, rows * Tile::kCols);

@@ -19,7 +19,7 @@ KernelKey key_of(const BackwardSpec& spec, const BackwardPlan& plan) {
       .add(bits(plan.most_threads), 10)
       .add(bits(plan.ctas_per_sm), 3)
       .add(bits(plan.stages), 2)
-      .add(bits(plan.keep), 2)
+      .add(plan.keep, 1)
       .add(plan.parameters_stay, 1)
       .add(bits(plan.move), 2)
       .add(bits(plan.width), 32)
@@ -32,7 +32,7 @@ KernelKey key_of(const BackwardSpec& spec, const BackwardFewPlan& plan) {
       .add(bits(plan.pack), 4)
       .add(bits(plan.lanes), 6)
       .add(bits(plan.vectors), 6)
-      .add(bits(plan.keep), 2)
+      .add(plan.keep, 1)
       .add(bits(plan.move), 2)
       .key();
 }

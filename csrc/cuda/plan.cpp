@@ -55,7 +55,7 @@ int resident_threads(const Limits& limits, int units, int warps) {
 
 // The layout that wastes the fewest lanes and threads of an SM, and of those the one nearest to
 // what is liked.
-Grid best_grid(std::int64_t units, const Limits& limits) {
+Grid best_grid(std::int64_t units, const Limits& limits, bool odd) {
   Grid best{};
   std::int64_t best_cost = 0;
   const auto consider = [&](int lanes, int warps) {
@@ -64,7 +64,9 @@ Grid best_grid(std::int64_t units, const Limits& limits) {
     if (per_lane > limits.most || (warps > 1 && per_lane < limits.fewest) || last_is_empty) {
       return;
     }
-    const bool apart = (lanes == 1 && units > 1) || (lanes == 2 && units > 7);  // a lane's loads
+    // The loads of neighbouring lanes.
+    const bool apart =
+        odd ? lanes < 16 && per_lane > 12 : (lanes == 1 && units > 1) || (lanes == 2 && units > 7);
     // 0.92 and 0.88 of copy with 4 and with 7 units at 335544x200; 0.98 and 0.90 at 4681x14336
     const bool heavy = per_lane > limits.many && (lanes < 8 || (lanes == kWarpSize && warps < 4));
     if (apart || heavy) {
@@ -185,8 +187,8 @@ Grid grid_of(const ForwardSpec& spec, std::int64_t cols) {
   if (is_short(spec, cols)) {  // as forward_flat_kernel has it
     return {1, static_cast<int>(ceil_div(cols, odd ? word_pack(spec) : deal_of(spec).unit)), 1};
   }
-  return best_grid(ceil_div(cols, odd ? word_pack(spec) : deal_of(spec).unit),
-                   limits_of(spec, odd));
+  return best_grid(ceil_div(cols, odd ? word_pack(spec) : deal_of(spec).unit), limits_of(spec, odd),
+                   odd);
 }
 
 }  // namespace
@@ -233,12 +235,14 @@ ForwardPlan plan_forward(const ForwardSpec& spec, std::int64_t rows, std::int64_
     plan.vectors = odd ? grid.units : grid.units * (deal.unit / deal.pack);
     plan.few = few;
     plan.width = static_cast<int>(cols);
-    plan.ahead = few ? plan.vectors : odd ? 4 : grid.units < 3 || grid.units > 6 ? 1 : 2;
+    plan.ahead = few   ? plan.vectors
+                 : odd ? (grid.units == 16 ? 4 : 8)
+                       : (grid.units < 3 || grid.units > 6 ? 1 : 2);
     plan.ahead = std::min(plan.ahead, plan.vectors);
   }
   plan.pack = odd ? word_pack(spec) : deal.pack;
   plan.words = odd || !aligned;
-  plan.threads = row_threads > kWarpSize ? row_threads : grid.units <= 3 ? 128 : 64;
+  plan.threads = row_threads > kWarpSize ? row_threads : grid.units < 3 ? 128 : 64;
   if (plan.width != 0) {
     const std::int64_t units = ceil_div(cols, odd ? word_pack(spec) : deal.unit);
     const bool full = units == std::int64_t{grid.lanes} * grid.units * grid.warps;

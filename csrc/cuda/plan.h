@@ -158,7 +158,7 @@ struct BackwardPlan {
   int most_threads;  // of a CTA
   int ctas_per_sm;
   int stages;
-  int keep;
+  bool keep;
   bool parameters_stay;
   int width;  // a constant of the kernel; 0: known at run time
   bool core;  // the kernel is in the core table: its rows fill their lanes
@@ -191,7 +191,7 @@ struct BackwardFewPlan {
   int pack;
   int lanes;
   int vectors;
-  int keep;
+  bool keep;
 
   Move move;  // vectors or words
   int row_threads;

@@ -56,9 +56,9 @@ struct Grid {
   int threads = kMostThreads;
 };
 
-// Three or four units a lane make long loops, whose place in memory alone makes a difference of a
-// tenth; two in a CTA of 640 threads, which keep nothing, do not: 0.83 to 0.91 and 0.93 of add at
-// 26214x5120 (H200, bf16).
+// Two units a lane in a larger CTA, which keep nothing, instead of three or four where these leave
+// lanes or rows without a place. H200, bf16, us with three and so: 104 98 at 21845x3072, 176 160 at
+// 6712x9999.
 constexpr int kWideThreads = 640;
 
 // How good so many units a lane are: the share of a CTA's lanes that have work, less where only one
@@ -68,7 +68,8 @@ std::int64_t merit(std::int64_t units, int per_lane, int threads = kMostThreads)
   const std::int64_t warps = ceil_div(units, std::int64_t{kWarpSize} * per_lane);
   const std::int64_t rows = threads / kWarpSize / warps;
   const bool keeps = per_lane == 2 && threads == kMostThreads;
-  return rows * units * (rows == 1 ? 9 : 10) * (keeps ? 4 : 3) *
+  const int weight = keeps ? 40 : threads > kMostThreads ? 34 : 30;
+  return rows * units * (rows == 1 ? 9 : 10) * weight *
          (12 * 10240 / threads / per_lane);  // divisible by all of them
 }
 
@@ -80,16 +81,17 @@ int lanes_for(std::int64_t units) {
   return lanes;
 }
 
-// Rows that share a warp, three units a lane, where one unit would leave more lanes idle. H200,
-// bf16, LayerNorm, share of add with one unit and with three: 0.72 0.89 at 466033x144, 0.74 0.85 at
-// 203360x330.
+// Rows that share a warp: three units a lane, or two, where one would leave lanes idle. H200, bf16,
+// LayerNorm, us: with one and two 128 122 at 1677721x40, 114 105 at 335544x200; with two and three
+// 120 127 at 932067x72, 122 110 at 493447x136.
 Grid shared_warp_grid(std::int64_t units) {
-  for (int lanes = 4; lanes < kWarpSize; lanes *= 2) {
+  for (int lanes = 8; lanes < kWarpSize; lanes *= 2) {
     if (units > 2 * lanes && units <= 3 * lanes) {
       return {lanes, 3, 1};
     }
   }
-  return {lanes_for(units), 1, 1};
+  const int lanes = lanes_for(units);
+  return units > 4 && units < lanes ? Grid{lanes / 2, 2, 1} : Grid{lanes, 1, 1};
 }
 
 // The layout of a row of so many units, `odd` where they are no whole vectors.
@@ -170,25 +172,17 @@ std::int64_t group_bytes(const BackwardSpec& spec, const BackwardPlan& plan) {
          (plan.parameters_stay ? 0 : parameter_bytes(plan.lanes, plan.vectors, parameters));
 }
 
-// What a lane keeps of its `own` elements between the two passes over a row: values where there are
-// registers for them, else the packs. H200, bf16, LayerNorm, share of add with nothing kept and
-// with values: 0.84 0.88 at 87381x768; us of four units a lane with nothing, of three with packs:
-// 47.1 45.2 at 2048x12288.
-int keep_of(const BackwardSpec& spec, std::int64_t cols, const BackwardPlan& plan, int own) {
+// Whether a lane has registers to keep the values of its `own` elements between the two passes over
+// a row. H200, bf16, LayerNorm, share of add without and with: 0.84 0.88 at 87381x768.
+bool keeps_values(const BackwardSpec& spec, std::int64_t cols, const BackwardPlan& plan, int own) {
   if (own * (is_double(spec) ? 8 : 4) <= 64) {
-    return kKeepValues;
+    return true;
   }
   const bool plain = plan.pack == 8 && plan.move == Move::kVectors && !spec.recovers &&
                      !spec.drops_input && !spec.drops_output;
-  const bool centered = spec.norm == NormKind::kLayerNorm;
-  if (!plain || own > 32 || (own == 32 && centered)) {
-    return kKeepNothing;
-  }
-  if (own == 32 || plan.row_threads > kWarpSize) {
-    return kKeepPacks;
-  }
   const bool full = cols == std::int64_t{plan.row_threads} * own;  // and no bounds are checked
-  return !centered || (full && !spec.adds) ? kKeepValues : kKeepNothing;
+  return plain && own <= 24 && plan.row_threads <= kWarpSize &&
+         (spec.norm == NormKind::kRmsNorm || (full && !spec.adds));
 }
 
 // The tile of a row that moves so.
@@ -217,7 +211,7 @@ BackwardPlan tile_of(const BackwardSpec& spec, std::int64_t cols, Move move) {
   const bool wide = grid.threads == kWideThreads;
   plan.most_threads = light ? 256 : grid.threads;
   plan.ctas_per_sm = !light ? 1 : three ? 3 : 2;
-  plan.keep = tight || wide ? kKeepNothing : keep_of(spec, cols, plan, own);
+  plan.keep = !tight && !wide && keeps_values(spec, cols, plan, own);
   const int parameter_size = own * size_of(spec.parameters) * (spec.recovers ? 2 : 1);
   plan.parameters_stay = parameter_size <= 32 && !(drops && own > 8);
   return plan;
@@ -384,7 +378,7 @@ std::string kernel_name(const BackwardSpec& spec, const BackwardPlan& plan) {
       "fused_op::cuda::BackwardTile" +
       joined({number(plan.pack), number(plan.lanes), number(plan.vectors),
               number(plan.most_threads), number(plan.ctas_per_sm), number(plan.stages),
-              number(plan.keep), flag(plan.parameters_stay), number(plan.width), flag(plan.core)});
+              flag(plan.keep), flag(plan.parameters_stay), number(plan.width), flag(plan.core)});
   return "fused_op::cuda::backward_kernel<" + op_name(spec, plan.move) + ", " + tile + ">";
 }
 

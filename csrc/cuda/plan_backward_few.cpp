@@ -45,7 +45,7 @@ BackwardFewPlan plan_backward_few(const BackwardSpec& spec, std::int64_t rows, s
   plan.pack = many.pack;
   plan.lanes = many.lanes;
   plan.vectors = many.vectors;
-  plan.keep = many.keep == kKeepValues ? kKeepValues : kKeepNothing;  // packs are kept anyway
+  plan.keep = many.keep;
   plan.move = many.move == Move::kVectors ? Move::kVectors : Move::kWords;
   plan.row_threads = many.row_threads;
   plan.side_by_side = std::max(kThreads / many.row_threads, 1);
@@ -69,7 +69,7 @@ std::string kernel_name(const BackwardSpec& spec, const BackwardFewPlan& plan) {
   const std::string tile =
       "fused_op::cuda::BackwardTile" +
       joined({number(plan.pack), number(plan.lanes), number(plan.vectors), number(512), number(1),
-              number(2), number(plan.keep), flag(true), number(0), flag(false)});
+              number(2), flag(plan.keep), flag(true), number(0), flag(false)});
   return "fused_op::cuda::backward_few_kernel<" + op_name(spec, plan.move) + ", " + tile + ">";
 }
 

@@ -96,10 +96,4 @@ inline bool has_one_dtype(const NormBackwardArgs& args) {
          !args.x_is_output;
 }
 
-// On the CPU: whether a call takes the loops that convert every tensor (cpu/flexible_rows.h).
-template <typename Args>
-bool is_flexible(const Args& args) {
-  return args.dropout.active || !has_one_dtype(args);
-}
-
 }  // namespace fused_op

@@ -157,6 +157,8 @@ def compile_flags(archs: str) -> dict[str, list[str]]:
     # the same row (aligned and not, alone and beside others), and the CPU's levels of instructions,
     # then round alike, bit for bit.
     cxx = ["-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra", "-ffp-contract=off"]
+    cxx += ["-fno-math-errno"]  # a root is then one instruction, of many values at a time
+    cxx += ["-fopenmp-simd"]  # for `#pragma omp simd`, also where torch has no OpenMP
     cxx += ["-O0", "-g", "-UNDEBUG"] if DEBUG else ["-O3", "-g0"]
     if SANITIZE:
         cxx += ["-Wno-maybe-uninitialized"]  # g++'s own false alarm, which this mode is known for

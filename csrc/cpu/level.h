@@ -21,11 +21,15 @@
 #define FUSED_OP_CPU_X86 0
 #endif
 
+// What is done for every few columns: a call would spill the lanes.
+#define FUSED_OP_CPU_INLINE inline __attribute__((always_inline))
+
 namespace fused_op::cpu {
 
 constexpr std::int64_t kMaxLanes = 32;
 constexpr std::int64_t kTileCols = 8192;      // of a part of a long row
 constexpr std::int64_t kTileElements = 2048;  // of short rows
+constexpr std::int64_t kTileRows = 256;
 constexpr std::int64_t kTileSize = kTileCols + kMaxLanes;
 constexpr int kTiles = 4;  // in hand at a time
 

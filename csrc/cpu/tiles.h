@@ -17,6 +17,10 @@ inline std::int64_t piece(std::int64_t first, std::int64_t last, std::int64_t si
 // Longer rows than a tile are read in parts.
 inline bool is_long(std::int64_t cols) { return piece(0, cols, kTileCols) < cols; }
 
+inline std::int64_t rows_of_tile(std::int64_t cols) {
+  return std::clamp<std::int64_t>(kTileElements / cols, 1, kTileRows);
+}
+
 struct Tile {
   std::int64_t row;
   std::int64_t rows;
@@ -59,8 +63,8 @@ bool lies_ready(const ConstRows& rows) {
 }
 
 template <typename A>
-View<A> read_tile(const ConstRows& rows, const Tile& tile, A* buffer) {
-  if (lies_ready<A>(rows)) {
+View<A> read_tile(const ConstRows& rows, const Tile& tile, A* buffer, bool dense = false) {
+  if (lies_ready<A>(rows) && (!dense || rows.stride == tile.cols)) {
     return {static_cast<const A*>(rows.data) + tile.row * rows.stride + tile.col, rows.stride};
   }
   copy_tile(rows, tile, buffer);
@@ -70,6 +74,7 @@ View<A> read_tile(const ConstRows& rows, const Tile& tile, A* buffer) {
 template <typename A>
 inline void add_rows(const A* __restrict a, const A* __restrict b, std::int64_t cols,
                      A* __restrict sum) {
+#pragma omp simd
   for (std::int64_t col = 0; col < cols; ++col) {
     sum[col] = a[col] + b[col];
   }

@@ -153,7 +153,12 @@ def link_cudart(extension: Extension, cuda: Cuda) -> None:
 
 def compile_flags(archs: str) -> dict[str, list[str]]:
     """What g++ and nvcc get on top of torch's own flags."""
-    cxx = ["-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra"]
+    # Products and sums are fused where the source says so and nowhere else: two kernels that treat
+    # the same row (aligned and not, alone and beside others), and the CPU's levels of instructions,
+    # then round alike, bit for bit.
+    cxx = ["-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra", "-ffp-contract=off"]
+    cxx += ["-fno-math-errno"]  # a root is then one instruction, of many values at a time
+    cxx += ["-fopenmp-simd"]  # for `#pragma omp simd`, also where torch has no OpenMP
     cxx += ["-O0", "-g", "-UNDEBUG"] if DEBUG else ["-O3", "-g0"]
     if SANITIZE:
         cxx += ["-Wno-maybe-uninitialized"]  # g++'s own false alarm, which this mode is known for
@@ -163,9 +168,7 @@ def compile_flags(archs: str) -> dict[str, list[str]]:
         cxx += ["-fopenmp"]
 
     nvcc = ["-std=c++20", "-Xcompiler=-fvisibility=hidden", "-Xfatbin=-compress-all"]
-    # Products and sums are fused where the source says so and nowhere else: two kernels that treat
-    # the same row (aligned and not, alone and beside others) then round alike, bit for bit.
-    nvcc += ["-fmad=false"]
+    nvcc += ["-fmad=false"]  # as above
     nvcc += ["-O0", "-g", "-G"] if DEBUG else ["-O3"]
     if LINEINFO and not DEBUG:  # -G has the lines, and changes the code, which this does not
         nvcc += ["-lineinfo"]

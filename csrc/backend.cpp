@@ -9,6 +9,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <mutex>
 #include <string>
 
@@ -37,6 +38,21 @@ constexpr std::int64_t kElementsPerThread = 32768;
 bool in_forked_child = false;
 [[maybe_unused]] const int fork_handler_status =
     pthread_atfork(nullptr, nullptr, [] { in_forked_child = true; });
+
+// The loops for this CPU, or those that FUSED_OP_CPU names: for tests and measurements.
+const cpu::Level& cpu_level() {
+  static const cpu::Level& level = []() -> const cpu::Level& {
+    const char* const name = std::getenv("FUSED_OP_CPU");
+    const bool is_given = name != nullptr && *name != '\0';
+    const cpu::Level* const found = cpu::find_level(is_given ? name : nullptr);
+    TORCH_CHECK_VALUE(found != nullptr,
+                      "fused_op: FUSED_OP_CPU must be default, avx2 or avx512, and this CPU must "
+                      "have the instructions; got '",
+                      name, "'");
+    return *found;
+  }();
+  return level;
+}
 
 // Calls work(first, last) on ranges that together cover [0, count). An item is some `elements`.
 template <typename Work>
@@ -123,8 +139,9 @@ at::Tensor dropout_state(at::Device device, [[maybe_unused]] bool on_device) {
 
 void norm_forward(const NormForwardArgs& args, at::Device device) {
   if (device.is_cpu()) {
-    parallel_for(args.rows, args.cols, [&args](std::int64_t first_row, std::int64_t last_row) {
-      cpu::norm_forward(args, first_row, last_row);
+    const cpu::Level& level = cpu_level();
+    parallel_for(args.rows, args.cols, [&](std::int64_t first_row, std::int64_t last_row) {
+      level.forward(args, first_row, last_row);
     });
     return;
   }
@@ -150,15 +167,16 @@ std::size_t norm_backward_workspace(const NormBackwardArgs& args, at::Device dev
 
 void norm_backward(const NormBackwardArgs& args, at::Device device) {
   if (device.is_cpu()) {
+    const cpu::Level& level = cpu_level();
     const std::int64_t chunks = cpu::norm_backward_chunks(args);
     const std::int64_t rows_per_chunk = (args.rows + chunks - 1) / chunks;
     parallel_for(chunks, rows_per_chunk * args.cols,
-                 [&args](std::int64_t first_chunk, std::int64_t last_chunk) {
-                   cpu::norm_backward_rows(args, first_chunk, last_chunk);
+                 [&](std::int64_t first_chunk, std::int64_t last_chunk) {
+                   level.backward_rows(args, first_chunk, last_chunk);
                  });
     if (args.grad_weight != nullptr || args.grad_bias != nullptr) {
-      parallel_for(args.cols, chunks, [&args](std::int64_t first_col, std::int64_t last_col) {
-        cpu::norm_backward_columns(args, first_col, last_col);
+      parallel_for(args.cols, chunks, [&](std::int64_t first_col, std::int64_t last_col) {
+        level.backward_columns(args, first_col, last_col);
       });
     }
     return;

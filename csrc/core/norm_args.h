@@ -78,28 +78,9 @@ struct NormBackwardArgs {
   bool drops_input = false;
 };
 
-// Parameters that the GPU's core table and the CPU's plain loops take beside rows of `dtype`.
+// Parameters that the GPU's core table takes beside rows of `dtype`.
 inline bool is_tuned_pair(DType dtype, DType param_dtype) {
   return param_dtype == dtype || (param_dtype == DType::kFloat32 && size_of(dtype) == 2);
-}
-
-// Whether all tensors of rows have the dtype of what is normalised.
-inline bool has_one_dtype(const NormForwardArgs& args) {
-  return args.input.dtype == args.dtype &&
-         (args.residual.data == nullptr || args.residual.dtype == args.dtype) &&
-         args.output.dtype == args.dtype && is_tuned_pair(args.dtype, args.param_dtype);
-}
-inline bool has_one_dtype(const NormBackwardArgs& args) {
-  return args.grad_output.dtype == args.dtype &&
-         (args.grad_input.data == nullptr || args.grad_input.dtype == args.dtype) &&
-         args.grad_residual.data == nullptr && is_tuned_pair(args.dtype, args.param_dtype) &&
-         !args.x_is_output;
-}
-
-// On the CPU: whether a call takes the loops that convert every tensor (cpu/flexible_rows.h).
-template <typename Args>
-bool is_flexible(const Args& args) {
-  return args.dropout.active || !has_one_dtype(args);
 }
 
 }  // namespace fused_op

@@ -1,0 +1,57 @@
+// The loops are compiled once for each level of instructions that CPUs have: level_*.cpp. A level
+// opens a namespace of its own and switches its instructions on behind all standard headers, which
+// are included here: an inline function of theirs that another file may be linked with must run on
+// every CPU. All levels give the same bits, as products and sums are never fused (setup.py).
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "core/norm_args.h"
+#include "core/norm_math.h"
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define FUSED_OP_CPU_X86 1
+#include <immintrin.h>
+#else
+#define FUSED_OP_CPU_X86 0
+#endif
+
+// What is done for every few columns: a call would spill the lanes.
+#define FUSED_OP_CPU_INLINE inline __attribute__((always_inline))
+
+namespace fused_op::cpu {
+
+constexpr std::int64_t kMaxLanes = 32;
+constexpr std::int64_t kTileCols = 8192;      // of a part of a long row
+constexpr std::int64_t kTileElements = 2048;  // of short rows
+constexpr std::int64_t kTileRows = 256;
+constexpr std::int64_t kTileSize = kTileCols + kMaxLanes;
+constexpr int kTiles = 4;  // in hand at a time
+
+std::int64_t norm_backward_chunks(const NormBackwardArgs& args);  // fused_op_cpu.h
+
+// kTiles tiles of double, uninitialised. The thread keeps them: memory of that size goes back to
+// the system when it is freed, and its pages would be mapped anew in every call.
+void* thread_tiles();
+
+struct Level {
+  const char* name;
+  void (*forward)(const NormForwardArgs& args, std::int64_t first_row, std::int64_t last_row);
+  void (*backward_rows)(const NormBackwardArgs& args, std::int64_t first_chunk,
+                        std::int64_t last_chunk);
+  void (*backward_columns)(const NormBackwardArgs& args, std::int64_t first_col,
+                           std::int64_t last_col);
+};
+
+extern const Level kDefaultLevel;
+#if FUSED_OP_CPU_X86
+extern const Level kAvx2Level;
+extern const Level kAvx512Level;
+#endif
+
+}  // namespace fused_op::cpu

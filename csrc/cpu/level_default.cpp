@@ -1,0 +1,10 @@
+// The loops for every CPU of the architecture that is built for: SSE2 on x86-64, NEON on arm64.
+#include "cpu/level.h"
+
+#define FUSED_OP_CPU_LEVEL baseline
+#define FUSED_OP_CPU_F16C 0
+#include "cpu/backward.h"
+#include "cpu/forward.h"
+
+const fused_op::cpu::Level fused_op::cpu::kDefaultLevel = {
+    "default", baseline::forward, baseline::backward_rows, baseline::backward_columns};

@@ -1,0 +1,122 @@
+// The sums of a row, in an order that is a function of its length alone: kLanes accumulators, and a
+// total in double of every kSumCols columns. Included by a level alone: level.h.
+#pragma once
+
+#include "cpu/level.h"
+#include "cpu/tiles.h"
+
+namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
+
+// A float sum of 2^28 squares would stall.
+constexpr std::int64_t kSumCols = 2048;
+
+template <int kLanes, typename A>
+FUSED_OP_CPU_INLINE double fold(const A (&lanes)[kLanes]) {
+  if constexpr (kLanes == 1) {
+    return static_cast<double>(lanes[0]);
+  } else {
+    A halves[kLanes / 2];
+#pragma omp simd
+    for (int j = 0; j < kLanes / 2; ++j) {
+      halves[j] = lanes[j] + lanes[j + kLanes / 2];
+    }
+    return fold(halves);
+  }
+}
+
+// A row is taken in packs of kLanes columns. Where they do not divide it, the last pack ends at the
+// row's end and skips what the pack before it has: every loop is of kLanes steps.
+template <int kLanes>
+FUSED_OP_CPU_INLINE int skip_of(std::int64_t first, std::int64_t last) {
+  return static_cast<int>(kLanes - (last - first));
+}
+
+// Adds `scale · x - mean` where kSum, and its square where kSquares.
+template <int kLanes, bool kSum, bool kSquares, typename A>
+FUSED_OP_CPU_INLINE void add_pack(const A* x, A scale, A mean, int skip, A (&sums)[kLanes],
+                                  A (&squares)[kLanes]) {
+#pragma omp simd
+  for (int j = 0; j < kLanes; ++j) {
+    const A deviation = j >= skip ? x[j] * scale - mean : A(0);
+    if (kSum) {
+      sums[j] += deviation;
+    }
+    if (kSquares) {
+      squares[j] += deviation * deviation;
+    }
+  }
+}
+
+// Calls function<kLanes, kCols, Norm, A>(), with no more lanes than there are columns. Of rows of
+// kCols columns, if that is not 0, many are computed at a time, each in a lane of its own.
+template <typename Norm, typename A, typename Function>
+void with_lanes(std::int64_t cols, Function& function) {
+  constexpr int kMost = 128 / sizeof(A);
+  if (cols >= kMost) {
+    function.template operator()<kMost, 0, Norm, A>();
+  } else if (cols >= 16) {
+    function.template operator()<kMost / 2, 0, Norm, A>();
+  } else if (cols >= 4) {
+    function.template operator()<4, 0, Norm, A>();
+  } else if (cols == 3) {
+    function.template operator()<1, 3, Norm, A>();
+  } else if (cols == 2) {
+    function.template operator()<1, 2, Norm, A>();
+  } else {
+    function.template operator()<1, 1, Norm, A>();
+  }
+}
+
+template <typename Function>
+void with_types(NormKind kind, DType dtype, std::int64_t cols, Function& function) {
+  const bool is_double = dtype == DType::kFloat64;
+  if (kind == NormKind::kLayerNorm) {
+    is_double ? with_lanes<LayerNorm, double>(cols, function)
+              : with_lanes<LayerNorm, float>(cols, function);
+  } else {
+    is_double ? with_lanes<RmsNorm, double>(cols, function)
+              : with_lanes<RmsNorm, float>(cols, function);
+  }
+}
+
+// What nearly every row has; where the compiler sees the constants they cost nothing.
+template <typename A>
+FUSED_OP_CPU_INLINE Normalizer<A> plain_normalizer(A mean, A rstd) {
+  return {A(1), mean, A(-0.0), rstd};
+}
+template <typename A>
+FUSED_OP_CPU_INLINE bool is_plain(const Normalizer<A>& normalizer) {
+  return normalizer.scale == A(1) && normalizer.shift == A(0);
+}
+
+struct Totals {
+  double sum = 0;
+  double squares = 0;
+};
+
+template <int kLanes, bool kSum, bool kSquares, typename A>
+FUSED_OP_CPU_INLINE void add_deviations(const A* x, std::int64_t cols, A scale, A mean,
+                                        Totals& totals) {
+  for (std::int64_t col = 0, count = 0; col < cols; col += count) {
+    count = piece(col, cols, kSumCols);
+    A sums[kLanes] = {};
+    A squares[kLanes] = {};
+    const std::int64_t last = col + count;
+    std::int64_t i = col;
+    for (; i + kLanes <= last; i += kLanes) {
+      add_pack<kLanes, kSum, kSquares>(x + i, scale, mean, 0, sums, squares);
+    }
+    if (i < last) {
+      const int skip = skip_of<kLanes>(i, last);
+      add_pack<kLanes, kSum, kSquares>(x + last - kLanes, scale, mean, skip, sums, squares);
+    }
+    if (kSum) {
+      totals.sum += fold(sums);
+    }
+    if (kSquares) {
+      totals.squares += fold(squares);
+    }
+  }
+}
+
+}  // namespace fused_op::cpu::FUSED_OP_CPU_LEVEL

@@ -1,6 +1,6 @@
 """Python arguments that are no tensors, brought into the form that the ops take.
 
-Tensors are checked in ``csrc/checks.h``, once for every caller.
+Tensors are checked in ``csrc/checks.cpp``, once for every caller.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.f
 
 
 def op_name(norm: Norm, residual: Any) -> str:
-    """The public function that a user called, as ``op_name`` of ``csrc/checks.h``."""
+    """The public function that a user called, as ``op_name`` of ``csrc/checks.cpp``."""
     return f"fused_{norm}" if residual is None else f"fused_add_{norm}"
 
 
@@ -135,7 +135,7 @@ def count_normalized(op: str, input: Tensor, normalized_shape: Any) -> int:
 def _check_ends_in(op: str, input: Tensor, shape: tuple[Any, ...]) -> None:
     try:
         ends = tuple(input.shape[-len(shape) :])
-    except RuntimeError as error:  # the other errors are those of csrc/checks.h
+    except RuntimeError as error:  # the other errors are those of csrc/checks.cpp
         raise RuntimeError(
             f"{op}: input must be a dense (strided) tensor, got a nested one, which has no shape"
         ) from error

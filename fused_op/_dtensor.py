@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 Placements = tuple[Placement, ...]
 
-# Arguments and results by their names in csrc/fused_op.cpp. Others have nothing to be sharded by.
+# Arguments and results by their names in csrc/dispatcher.cpp. Others have nothing to be sharded by.
 ROWS = {"input", "residual", "grad_output", "grad_sum", "x"}
 ROWS |= {"output", "sum", "grad_input", "grad_residual"}
 PARAMETERS = {"weight", "bias", "grad_weight", "grad_bias"}

@@ -1,6 +1,6 @@
 """What the dispatcher ops return, without computing it: shapes and dtypes for torch.compile & Co.
 
-The schemas are in ``csrc/fused_op.cpp``, the meaning of arguments and results in
+The schemas are in ``csrc/dispatcher.cpp``, the meaning of arguments and results in
 ``csrc/fused_op.h``. A result that was not asked for has no elements.
 """
 

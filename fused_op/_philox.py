@@ -36,7 +36,7 @@ def dropout_state(input: Tensor) -> Tensor:
         if torch._C._get_tracing_state() is not None:  # a trace holds PyTorch's operators alone
             return torch.empty(2, dtype=torch.int64, device=input.device).random_()
         return fused_op_cuda.dropout_state(input)
-    # As route_dropout_state in csrc/routing.h. Of two equal calls in one graph the compiler would
+    # As route_dropout_state in csrc/routing.cpp. Of two equal calls in one graph the compiler would
     # keep one; it knows that torch.empty is never equal to another.
     is_transformed = torch._C._are_functorch_transforms_active()
     like = (torch.rand if is_transformed else torch.empty)(0, device=input.device)

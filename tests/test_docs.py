@@ -185,7 +185,7 @@ QUOTED = {
         " kernel could not be launched: ",
         "The cause may be an earlier kernel; CUDA_LAUNCH_BLOCKING=1 shows which.",
     ],
-    "csrc/checks.h": [
+    "csrc/checks.cpp": [
         ": Tensor on device ",
         " is not on the expected device ",
         ": mixed dtype: expect parameter to have scalar type of ",

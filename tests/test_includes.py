@@ -18,8 +18,9 @@ ALLOWED = {  # the first pattern that fits a file holds
     "cuda/*": r"core/|cuda/|cuda_\w+\.h|cooperative_groups",  # torch-free: compiles in seconds
     "cpu/*": r"core/|cpu/|c10/util/(Half|BFloat16)\.h",
     "backend.*": r"backend\.h|core/|cpu/|cuda/|ATen/|c10/|pthread\.h",
-    "routing.h": r"(backend|checks|fused_op)\.h|(ATen|c10)/(?!cuda)|torch/",  # uses pybind
-    "fused_op.cpp": r"(fused_op|kernel_tools|routing)\.h|torch/",
+    "routing.cpp": r"(backend|checks|dispatcher|fused_op|routing)\.h|(ATen|c10)/(?!cuda)|torch/",
+    "dispatcher.cpp": r"(checks|dispatcher)\.h|ATen/core/|torch/",
+    "fused_op.cpp": r"(checks|fused_op|kernel_tools|routing)\.h|torch/",
     "kernel_tools.*": r"kernel_tools\.h|cuda/(call_plan|compile|kernel_files|kernels)\.h|pybind11/",
     "*": r"(backend|checks|fused_op|kernel_arguments)\.h|core/|(ATen|c10)/(?!cuda)",
 }

@@ -156,8 +156,8 @@ __global__ void __launch_bounds__(kFlatThreads)
   };
   const auto finish = [&](int row, const Pack<Row, N>(&packs)[kVectors], Moments<A> moments,
                           A scale) {
-    const Normalizer<A> normalizer = normalizer_of<Norm>(args, moments, scale, reciprocal(cols),
-                                                         cta_row + row, row < rows);
+    const Normalizer<A> normalizer =
+        normalizer_of<Norm>(args, moments, scale, reciprocal(cols), cta_row + row, row < rows);
     Epilogue epilogue(args, cta_row + row, lane);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -171,8 +171,8 @@ __global__ void __launch_bounds__(kFlatThreads)
       target.store(row, i, rounded<Y>(values));
     }
   };
-  // Without a branch, so that the rows of a thread overlap. Those past the last one have any values,
-  // and are stored nowhere else than in shared memory.
+  // Without a branch, so that the rows of a thread overlap. Those past the last one have any
+  // values, and are stored nowhere else than in shared memory.
   unsigned untrusted = 0;  // a bit a row
 #pragma unroll
   for (int r = 0; r < Tile::kRows; ++r) {
@@ -189,8 +189,8 @@ __global__ void __launch_bounds__(kFlatThreads)
   }
 #pragma unroll 1
   for (; untrusted != 0; untrusted &= untrusted - 1) {
-    const int row = (__ffs(static_cast<int>(untrusted)) - 1) * kFlatThreads +
-                    static_cast<int>(threadIdx.x);
+    const int row =
+        (__ffs(static_cast<int>(untrusted)) - 1) * kFlatThreads + static_cast<int>(threadIdx.x);
     Pack<Row, N> packs[kVectors];
     load(row, packs);
     A scale = 1;

@@ -24,8 +24,8 @@ enum class Jit {
 };
 Jit jit_mode();  // throws std::runtime_error for any other value
 
-// $FUSED_OP_MAX_KERNELS, read once: of how many kernels on a process compiles none for a width alone
-// (see has_too_many_kernels). Throws std::runtime_error unless it is a positive integer.
+// $FUSED_OP_MAX_KERNELS, read once: of how many kernels on a process compiles none for a width
+// alone (see has_too_many_kernels). Throws std::runtime_error unless it is a positive integer.
 int max_kernels();
 
 enum class Origin { kCore, kPackage, kCache, kCompiled };

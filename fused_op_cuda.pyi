@@ -1,9 +1,21 @@
 """The compiled module: see csrc/fused_op.h for what the functions take and return."""
 
-from typing import Any, TypedDict
+from enum import Enum
+from typing import TypedDict
 
-import torch
 from torch import Tensor
+
+from fused_op._options import (
+    BackwardOptions,
+    BackwardTensors,
+    ForwardResults,
+    Given,
+    Gradients,
+    Options,
+    Outputs,
+    Tensors,
+    Wanted,
+)
 
 class _BuildInfo(TypedDict):
     version: str
@@ -19,67 +31,30 @@ def build_info() -> _BuildInfo: ...
 # A CUDA kernel that cannot be had: it is not in the core table, and there is no compiler.
 class KernelError(RuntimeError): ...
 
-# What norm() leaves to the caller.
-AUTOGRAD: int
-DISPATCH: int
-COMPOSITE: int
-CAST: int
+# Where a call goes that norm() leaves to the caller: csrc/routing.h.
+class Route(Enum):
+    AUTOGRAD = ...
+    CHECK = ...
+    DISPATCH = ...
+    COMPOSITE = ...
+    RECORD = ...
+    CAST = ...
 
-def norm(
-    norm: str,
-    input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rng_state: Tensor | None,
-    normalized_ndim: int,
-    eps: float,
-    zero_centered: bool,
-    dropout_p: float,
-    output_dtype: torch.dtype | None,
-    sum_dtype: torch.dtype | None,
-    /,
-) -> Tensor | tuple[Tensor, Tensor] | int: ...
-def norm_forward(
-    norm: str,
-    input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rng_state: Tensor | None,
-    normalized_ndim: int,
-    eps: float,
-    zero_centered: bool,
-    dropout_p: float,
-    output_dtype: torch.dtype | None,
-    sum_dtype: torch.dtype | None,
-    save_stats: bool,
-    /,
-) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
+# The tuples and the options are those of fused_op/_options.py.
+def norm(tensors: Tensors, given: Given, /) -> Outputs | Route: ...
+def norm_forward(tensors: Tensors, options: Options, save_stats: bool, /) -> ForwardResults: ...
 def norm_backward(
-    norm: str,
-    grad_output: Tensor,
-    grad_sum: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    stats: Tensor,
-    rng_state: Tensor | None,
-    normalized_ndim: int,
-    zero_centered: bool,
-    dropout_p: float,
-    x_is_output: bool,
-    input_dtype: torch.dtype,
-    residual_dtype: torch.dtype | None,
-    param_dtype: torch.dtype,
-    wanted: tuple[bool, bool, bool, bool],
-    /,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
+    tensors: BackwardTensors, options: BackwardOptions, wanted: Wanted, /
+) -> Gradients: ...
 def norm_backward_into(
-    *norm_backward_arguments_and_two_main_grads: Any,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
+    tensors: BackwardTensors,
+    options: BackwardOptions,
+    wanted: Wanted,
+    main_grads: tuple[Tensor | None, Tensor | None],
+    /,
+) -> Gradients: ...
 def check_main_grads(
-    x: Tensor, normalized_ndim: int, weight: Tensor | None, bias: Tensor | None, /
+    x: Tensor, normalized_ndim: int, main_grads: tuple[Tensor | None, Tensor | None], /
 ) -> None: ...
 def dropout_state(input: Tensor, /) -> Tensor: ...
 

@@ -4,8 +4,6 @@
 
 #include <cmath>
 
-#include "kernel_arguments.h"
-
 namespace fused_op {
 namespace {
 
@@ -74,16 +72,6 @@ void check_same_shape(const char* op, const char* name, const at::Tensor& tensor
                       const at::Tensor& input) {
   TORCH_CHECK(tensor.sizes() == input.sizes(), op, ": ", name, " must have the shape of input, ",
               input.sizes(), ", got ", tensor.sizes());
-}
-
-void check_normalized_ndim(const char* op, std::int64_t normalized_ndim, const at::Tensor& input) {
-  TORCH_CHECK(input.dim() > 0, op, ": input must have at least one dimension, got a 0-dim tensor");
-  TORCH_CHECK(normalized_ndim > 0, op,
-              ": Expected normalized_shape to be at least 1-dimensional, i.e., containing at least "
-              "one element, but got normalized_shape = [] (",
-              normalized_ndim, " dimensions)");
-  TORCH_CHECK(normalized_ndim <= input.dim(), op, ": cannot normalise over the last ",
-              normalized_ndim, " dimensions of input of shape ", input.sizes());
 }
 
 void check_param_shape(const char* op, const char* name, const OptionalTensor& param,
@@ -230,17 +218,25 @@ void check_kinds(const char* op, const NormTensors& tensors, const NormOptions& 
   check_param_kind(op, "bias", tensors.bias, input);
 }
 
+Shape checked_shape(const char* op, const at::Tensor& x, std::int64_t normalized_ndim) {
+  TORCH_CHECK(x.dim() > 0, op, ": input must have at least one dimension, got a 0-dim tensor");
+  TORCH_CHECK(normalized_ndim > 0, op,
+              ": Expected normalized_shape to be at least 1-dimensional, i.e., containing at least "
+              "one element, but got normalized_shape = [] (",
+              normalized_ndim, " dimensions)");
+  TORCH_CHECK(normalized_ndim <= x.dim(), op, ": cannot normalise over the last ", normalized_ndim,
+              " dimensions of input of shape ", x.sizes());
+  return Shape(x, normalized_ndim);
+}
+
 void check_call(const char* op, const NormTensors& tensors, const NormOptions& options,
-                std::int64_t normalized_ndim) {
-  check_kinds(op, tensors, options);
+                const Shape& shape) {
   check_bias_allowed(op, options.norm, tensors.bias.has_value());
-  check_normalized_ndim(op, normalized_ndim, tensors.input);
   if (tensors.residual) {
     check_same_shape(op, "residual", *tensors.residual, tensors.input);
   }
-  const at::IntArrayRef normalized = Shape(tensors.input, normalized_ndim).normalized;
-  check_param_shape(op, "weight", tensors.weight, normalized, tensors.input);
-  check_param_shape(op, "bias", tensors.bias, normalized, tensors.input);
+  check_param_shape(op, "weight", tensors.weight, shape.normalized, tensors.input);
+  check_param_shape(op, "bias", tensors.bias, shape.normalized, tensors.input);
   check_dropout(op, options.dropout_p, tensors.rng_state, tensors.input);
 }
 
@@ -250,7 +246,7 @@ void check_call(const char* op, const BackwardTensors& tensors, const BackwardOp
   check_input_kind(op, "grad_output", tensors.grad_output);
   check_device(op, "grad_output", tensors.grad_output, x);
   check_bias_allowed(op, options.norm, options.wanted[3] || tensors.bias.has_value());
-  check_normalized_ndim(op, options.normalized_ndim, x);
+  const Shape shape = checked_shape(op, x, options.normalized_ndim);
   check_same_shape(op, "grad_output", tensors.grad_output, x);
   if (tensors.grad_sum) {
     check_grad_sum(op, *tensors.grad_sum, x);
@@ -258,7 +254,6 @@ void check_call(const char* op, const BackwardTensors& tensors, const BackwardOp
   check_backward_dtypes(op, tensors, options);
   check_param_kind(op, "weight", tensors.weight, x);
   check_param_kind(op, "bias", tensors.bias, x);
-  const Shape shape(x, options.normalized_ndim);
   check_param_shape(op, "weight", tensors.weight, shape.normalized, x);
   check_param_shape(op, "bias", tensors.bias, shape.normalized, x);
   check_dropout(op, options.dropout_p, tensors.rng_state, x);
@@ -271,13 +266,12 @@ void check_call(const char* op, const BackwardTensors& tensors, const BackwardOp
 
 void check_main_grads(const char* op, const MainGrads& main_grads, bool weight_wanted,
                       bool bias_wanted, const at::Tensor& x, std::int64_t normalized_ndim) {
-  check_normalized_ndim(op, normalized_ndim, x);
+  const at::IntArrayRef shape = checked_shape(op, x, normalized_ndim).normalized;
   TORCH_CHECK(
       weight_wanted == main_grads.weight.has_value() && bias_wanted == main_grads.bias.has_value(),
       op, ": of the wanted gradients of weight and bias, either all or none have a main_grad");
   TORCH_CHECK(stats_dtype(x.scalar_type()) == at::kFloat, op,
               ": main_grad is a Float tensor, and x must not be Double");
-  const at::IntArrayRef shape = Shape(x, normalized_ndim).normalized;
   for (const auto* const given : {&main_grads.weight, &main_grads.bias}) {
     TORCH_CHECK(!*given || ((*given)->scalar_type() == at::kFloat && (*given)->sizes() == shape &&
                             (*given)->is_contiguous() && (*given)->device() == x.device()),

@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "fused_op.h"
+#include "kernel_arguments.h"
 
 namespace fused_op {
 
@@ -38,9 +39,12 @@ bool shares_gradient(const BackwardOptions& options);
 void check_kinds(const char* op, const NormTensors& tensors, const NormOptions& options);
 void check_dense(const char* op, const char* name, const at::Tensor& tensor);
 
+// The rows and columns of a call, if it has that many dimensions.
+Shape checked_shape(const char* op, const at::Tensor& x, std::int64_t normalized_ndim);
+
 // All the rest, of what a kernel is about to read.
 void check_call(const char* op, const NormTensors& tensors, const NormOptions& options,
-                std::int64_t normalized_ndim);
+                const Shape& shape);
 void check_call(const char* op, const BackwardTensors& tensors, const BackwardOptions& options);
 void check_main_grads(const char* op, const MainGrads& main_grads, bool weight_wanted,
                       bool bias_wanted, const at::Tensor& x, std::int64_t normalized_ndim);

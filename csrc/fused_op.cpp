@@ -2,8 +2,12 @@
 // dispatcher instead: dispatcher.cpp.
 #include "fused_op.h"
 
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <limits>
 
 #include "checks.h"
 #include "kernel_tools.h"
@@ -21,6 +25,177 @@ namespace {
 
 namespace py = pybind11;
 
+constexpr const char* kForward = "fused_op::norm_forward";
+constexpr const char* kBackward = "fused_op::norm_backward";
+
+// A tuple of fused_op/_options.py, by its places. Fields are borrowed from it.
+class Fields {
+ public:
+  Fields(const char* op, const char* name, py::handle tuple, Py_ssize_t count)
+      : tuple_(tuple.ptr()), op_(op) {
+    TORCH_CHECK_TYPE(PyTuple_Check(tuple_) && PyTuple_GET_SIZE(tuple_) == count, op, ": ", name,
+                     " must be a tuple of ", count, ", as fused_op/_options.py has it, not ",
+                     Py_TYPE(tuple_)->tp_name);
+  }
+
+  PyObject* at(Py_ssize_t place) const { return PyTuple_GET_ITEM(tuple_, place); }
+  bool is_none(Py_ssize_t place) const { return at(place) == Py_None; }
+
+  double number(Py_ssize_t place) const {
+    PyObject* const field = at(place);
+    return PyFloat_CheckExact(field) ? PyFloat_AS_DOUBLE(field)
+                                     : py::cast<double>(py::handle(field));
+  }
+  bool flag(Py_ssize_t place) const {
+    PyObject* const field = at(place);
+    return PyBool_Check(field) ? field == Py_True : py::cast<bool>(py::handle(field));
+  }
+  at::ScalarType dtype(Py_ssize_t place) const {
+    return py::cast<at::ScalarType>(py::handle(at(place)));
+  }
+  OptionalDtype optional_dtype(Py_ssize_t place) const {
+    return is_none(place) ? std::nullopt : OptionalDtype(dtype(place));
+  }
+  NormKind norm(Py_ssize_t place) const {
+    return parse_norm(py::cast<std::string_view>(py::handle(at(place))));
+  }
+
+  // Not by pybind11, whose TypeError prints the values of a tensor: that waits for the device.
+  const at::Tensor& tensor(Py_ssize_t place, const char* name) const {
+    PyObject* const field = at(place);
+    TORCH_CHECK_TYPE(THPVariable_Check(field), op_, ": argument '", name, "' must be Tensor, not ",
+                     Py_TYPE(field)->tp_name);
+    return THPVariable_Unpack(field);
+  }
+  OptionalTensor optional_tensor(Py_ssize_t place, const char* name) const {
+    return is_none(place) ? std::nullopt : OptionalTensor(tensor(place, name));
+  }
+
+ private:
+  PyObject* tuple_;
+  const char* op_;
+};
+
+// Options of fused_op/_options.py.
+class PythonOptions : public Fields {
+ public:
+  explicit PythonOptions(py::handle tuple) : Fields(kForward, "options", tuple, kCount) {}
+
+  enum Place : Py_ssize_t {
+    kNorm,
+    kEps,
+    kNormalizedShape,
+    kZeroCentered,
+    kDropoutP,
+    kTraining,
+    kOutputDtype,
+    kSumDtype,
+    kMemoryEfficient,
+    kMainGrad,
+    kIsChecked,
+    kCount
+  };
+
+  // Whether all have their usual types: else _arguments.py has to check and convert them first.
+  bool are_usual() const {
+    const auto is_dtype_or_none = [this](Place place) {
+      return is_none(place) || THPDtype_Check(at(place));
+    };
+    const bool has_eps =
+        PyFloat_CheckExact(at(kEps)) || (is_none(kEps) && norm(kNorm) == NormKind::kRmsNorm);
+    const bool drops = !PyFloat_CheckExact(at(kDropoutP)) || number(kDropoutP) != 0;
+    return has_eps && !drops && PyBool_Check(at(kZeroCentered)) && PyBool_Check(at(kTraining)) &&
+           PyBool_Check(at(kMemoryEfficient)) && is_dtype_or_none(kOutputDtype) &&
+           is_dtype_or_none(kSumDtype);
+  }
+
+  // Whether the input ends in normalized_shape, as far as ints can tell.
+  bool fit(const NormTensors& tensors) const {
+    PyObject* const shape = at(kNormalizedShape);
+    if (shape == Py_None) {
+      return true;
+    }
+    if (!PyTuple_CheckExact(shape) || PyTuple_GET_SIZE(shape) == 0 || !is_plain(tensors) ||
+        PyTuple_GET_SIZE(shape) > tensors.input.dim()) {
+      return false;
+    }
+    const Py_ssize_t ndim = PyTuple_GET_SIZE(shape);
+    for (Py_ssize_t i = 0; i < ndim; ++i) {
+      PyObject* const size = PyTuple_GET_ITEM(shape, i);
+      if (!PyLong_CheckExact(size) || PyLong_AsSsize_t(size) != tensors.input.size(i - ndim)) {
+        PyErr_Clear();  // of an int that is too large
+        return false;
+      }
+    }
+    return true;
+  }
+
+  NormOptions unpack(const at::Tensor& input) const {
+    NormOptions options;
+    options.norm = norm(kNorm);
+    if (!is_none(kNormalizedShape)) {
+      options.normalized_ndim = py::cast<py::tuple>(py::handle(at(kNormalizedShape))).size();
+    }
+    options.eps = is_none(kEps) ? machine_eps(input.scalar_type()) : number(kEps);
+    options.zero_centered = flag(kZeroCentered);
+    options.dropout_p = number(kDropoutP);
+    options.output_dtype = optional_dtype(kOutputDtype);
+    options.sum_dtype = optional_dtype(kSumDtype);
+    return options;
+  }
+
+ private:
+  static double machine_eps(at::ScalarType dtype) {
+    return dtype == at::kDouble ? std::numeric_limits<double>::epsilon()
+                                : std::numeric_limits<float>::epsilon();
+  }
+};
+
+Fields norm_tensor_fields(py::handle tuple, NormKind norm) {
+  const bool adds = PyTuple_Check(tuple.ptr()) && PyTuple_GET_SIZE(tuple.ptr()) > 1 &&
+                    PyTuple_GET_ITEM(tuple.ptr(), 1) != Py_None;
+  return Fields(op_name(norm, adds), "tensors", tuple, 5);
+}
+
+NormTensors unpack_norm_tensors(const Fields& fields) {
+  return {.input = fields.tensor(0, "input"),
+          .residual = fields.optional_tensor(1, "residual"),
+          .weight = fields.optional_tensor(2, "weight"),
+          .bias = fields.optional_tensor(3, "bias"),
+          .rng_state = fields.optional_tensor(4, "rng_state")};
+}
+
+BackwardTensors unpack_backward_tensors(py::handle tuple) {
+  const Fields fields(kBackward, "tensors", tuple, 7);
+  return {.grad_output = fields.tensor(0, "grad_output"),
+          .grad_sum = fields.optional_tensor(1, "grad_sum"),
+          .x = fields.tensor(2, "x"),
+          .weight = fields.optional_tensor(3, "weight"),
+          .bias = fields.optional_tensor(4, "bias"),
+          .stats = fields.tensor(5, "stats"),
+          .rng_state = fields.optional_tensor(6, "rng_state")};
+}
+
+BackwardOptions unpack_backward_options(py::handle tuple, std::array<bool, 4> wanted) {
+  const Fields fields(kBackward, "options", tuple, 11);
+  return {.norm = fields.norm(0),
+          .normalized_ndim = py::cast<std::int64_t>(py::handle(fields.at(1))),
+          // 2 is eps, which stats hold
+          .zero_centered = fields.flag(3),
+          .dropout_p = fields.number(4),
+          .x_is_output = fields.flag(5),
+          .input_dtype = fields.dtype(6),
+          .residual_dtype = fields.optional_dtype(7),
+          .param_dtype = fields.dtype(8),
+          .wanted = wanted};
+}
+
+MainGrads unpack_main_grads(py::handle tuple) {
+  const Fields fields(kBackward, "main_grads", tuple, 2);
+  return {.weight = fields.optional_tensor(0, "main_grad of weight"),
+          .bias = fields.optional_tensor(1, "main_grad of bias")};
+}
+
 // Results for Python, which gets our reference to each; pybind11 would add one and drop ours, and
 // that takes the interpreter lock again. Undefined tensors become None.
 py::object to_python(at::Tensor&& tensor) {
@@ -32,86 +207,87 @@ py::tuple to_python(std::tuple<Tensors...>&& tensors) {
                     tensors);
 }
 
-// Tensors come as Python objects, because pybind11's own TypeError prints their values, which
-// synchronises with the device.
-const at::Tensor& as_tensor(const char* op, const char* name, py::handle object) {
-  TORCH_CHECK_TYPE(THPVariable_Check(object.ptr()), op, ": argument '", name,
-                   "' must be Tensor, not ", Py_TYPE(object.ptr())->tp_name);
-  return THPVariable_Unpack(object.ptr());
+// The members of enum.Enum("Route", ...), in the order of the C++ one. They live as long as the
+// process, and handing one out costs a reference.
+constexpr std::array kRouteNames = {"AUTOGRAD", "CHECK", "DISPATCH", "COMPOSITE", "RECORD", "CAST"};
+std::array<PyObject*, kRouteNames.size()> route_members;
+
+py::object make_route_enum() {
+  using py::literals::operator""_a;
+  const py::object members = py::module_::import("enum").attr("Enum")(
+      "Route", py::cast(kRouteNames), "module"_a = "fused_op_cuda");
+  for (std::size_t i = 0; i < kRouteNames.size(); ++i) {
+    route_members[i] = py::object(members.attr(kRouteNames[i])).release().ptr();
+  }
+  return members;
 }
 
-OptionalTensor as_optional_tensor(const char* op, const char* name, py::handle object) {
-  return object.is_none() ? std::nullopt : OptionalTensor(as_tensor(op, name, object));
+py::object to_python(Route route) {
+  return py::reinterpret_borrow<py::object>(route_members[static_cast<std::size_t>(route)]);
 }
 
-py::object norm(std::string_view norm_name, py::handle input, py::handle residual,
-                py::handle weight, py::handle bias, const OptionalTensor& rng_state,
-                std::int64_t normalized_ndim, double eps, bool zero_centered, double dropout_p,
-                OptionalDtype output_dtype, OptionalDtype sum_dtype) {
-  const NormKind kind = parse_norm(norm_name);
-  const char* const op = op_name(kind, !residual.is_none());
-  auto result = route_norm(
-      {as_tensor(op, "input", input), as_optional_tensor(op, "residual", residual),
-       as_optional_tensor(op, "weight", weight), as_optional_tensor(op, "bias", bias), rng_state},
-      {.norm = kind,
-       .normalized_ndim = normalized_ndim,
-       .eps = eps,
-       .zero_centered = zero_centered,
-       .dropout_p = dropout_p,
-       .output_dtype = output_dtype,
-       .sum_dtype = sum_dtype});
+// Whether all are Tensor or Parameter, and no mode is on: else __torch_function__ may take the
+// call.
+bool are_usual(const Fields& tensors) {
+  for (Py_ssize_t place = 0; place < 4; ++place) {
+    if (!tensors.is_none(place) && !THPVariable_CheckExact(tensors.at(place))) {
+      return false;
+    }
+  }
+  return !at::impl::torch_function_mode_enabled();
+}
+
+// The outputs, or the Route that the call has to take.
+py::object norm(py::handle tensor_tuple, py::handle option_tuple) {
+  const PythonOptions options(option_tuple);
+  const Fields fields = norm_tensor_fields(tensor_tuple, options.norm(PythonOptions::kNorm));
+  const bool is_checked = options.flag(PythonOptions::kIsChecked);
+  if (!is_checked && !(are_usual(fields) && options.are_usual())) {
+    return to_python(Route::kCheck);
+  }
+  const NormTensors tensors = unpack_norm_tensors(fields);
+  if (!is_checked && !options.fit(tensors)) {
+    return to_python(Route::kCheck);
+  }
+  auto result = route_norm(tensors, options.unpack(tensors.input));
   if (const Route* const route = std::get_if<Route>(&result)) {
-    return py::int_(static_cast<int>(*route));
+    return to_python(*route);
   }
   auto& [output, sum, stats] = std::get<ThreeTensors>(result);
-  return residual.is_none() ? to_python(std::move(output))
-                            : to_python(std::make_tuple(std::move(output), std::move(sum)));
+  return sum.defined() ? to_python(std::make_tuple(std::move(output), std::move(sum)))
+                       : to_python(std::move(output));
 }
 
-py::tuple norm_forward_flat(std::string_view norm, const at::Tensor& input,
-                            const OptionalTensor& residual, const OptionalTensor& weight,
-                            const OptionalTensor& bias, const OptionalTensor& rng_state,
-                            std::int64_t normalized_ndim, double eps, bool zero_centered,
-                            double dropout_p, OptionalDtype output_dtype, OptionalDtype sum_dtype,
-                            bool save_stats) {
-  return to_python(route_norm_forward({input, residual, weight, bias, rng_state},
-                                      {.norm = parse_norm(norm),
-                                       .normalized_ndim = normalized_ndim,
-                                       .eps = eps,
-                                       .zero_centered = zero_centered,
-                                       .dropout_p = dropout_p,
-                                       .output_dtype = output_dtype,
-                                       .sum_dtype = sum_dtype,
-                                       .save_stats = save_stats}));
+py::tuple bound_norm_forward(py::handle tensor_tuple, py::handle option_tuple, bool save_stats) {
+  const PythonOptions python_options(option_tuple);
+  const NormTensors tensors = unpack_norm_tensors(
+      norm_tensor_fields(tensor_tuple, python_options.norm(PythonOptions::kNorm)));
+  NormOptions options = python_options.unpack(tensors.input);
+  options.save_stats = save_stats;
+  return to_python(route_norm_forward(tensors, options));
 }
 
-FourTensors norm_backward_flat(std::string_view norm, const at::Tensor& grad_output,
-                               const OptionalTensor& grad_sum, const at::Tensor& x,
-                               const OptionalTensor& weight, const OptionalTensor& bias,
-                               const at::Tensor& stats, const OptionalTensor& rng_state,
-                               std::int64_t normalized_ndim, bool zero_centered, double dropout_p,
-                               bool x_is_output, at::ScalarType input_dtype,
-                               OptionalDtype residual_dtype, at::ScalarType param_dtype,
-                               std::array<bool, 4> wanted,
-                               const std::optional<MainGrads>& main_grads) {
-  const BackwardTensors tensors{grad_output, grad_sum, x, weight, bias, stats, rng_state};
-  const BackwardOptions options{.norm = parse_norm(norm),
-                                .normalized_ndim = normalized_ndim,
-                                .zero_centered = zero_centered,
-                                .dropout_p = dropout_p,
-                                .x_is_output = x_is_output,
-                                .input_dtype = input_dtype,
-                                .residual_dtype = residual_dtype,
-                                .param_dtype = param_dtype,
-                                .wanted = wanted};
-  return main_grads ? route_norm_backward_into(tensors, options, *main_grads)
-                    : route_norm_backward(tensors, options);
+py::tuple bound_norm_backward(py::handle tensors, py::handle options, std::array<bool, 4> wanted) {
+  return to_python(route_norm_backward(unpack_backward_tensors(tensors),
+                                       unpack_backward_options(options, wanted)));
 }
 
-void check_main_grads_flat(const at::Tensor& x, std::int64_t normalized_ndim,
-                           const OptionalTensor& weight, const OptionalTensor& bias) {
-  check_main_grads("fused_op::norm_backward", {weight, bias}, weight.has_value(), bias.has_value(),
-                   x, normalized_ndim);
+py::tuple bound_norm_backward_into(py::handle tensors, py::handle options,
+                                   std::array<bool, 4> wanted, py::handle main_grads) {
+  return to_python(route_norm_backward_into(unpack_backward_tensors(tensors),
+                                            unpack_backward_options(options, wanted),
+                                            unpack_main_grads(main_grads)));
+}
+
+void bound_check_main_grads(const at::Tensor& x, std::int64_t normalized_ndim,
+                            py::handle main_grad_tuple) {
+  const MainGrads main_grads = unpack_main_grads(main_grad_tuple);
+  check_main_grads(kBackward, main_grads, main_grads.weight.has_value(),
+                   main_grads.bias.has_value(), x, normalized_ndim);
+}
+
+py::object bound_dropout_state(const at::Tensor& input) {
+  return to_python(route_dropout_state(input));
 }
 
 py::dict build_info() {
@@ -131,40 +307,13 @@ py::dict build_info() {
 
 PYBIND11_MODULE(fused_op_cuda, m) {
   m.doc() = "The compiled half of fused_op: CPU and CUDA kernels behind one door.";
+  m.attr("Route") = make_route_enum();
   m.def("norm", &norm);
-  m.def("norm_forward", &norm_forward_flat);
-  m.def("norm_backward",
-        [](std::string_view norm, const at::Tensor& grad_output, const OptionalTensor& grad_sum,
-           const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-           const at::Tensor& stats, const OptionalTensor& rng_state, std::int64_t normalized_ndim,
-           bool zero_centered, double dropout_p, bool x_is_output, at::ScalarType input_dtype,
-           OptionalDtype residual_dtype, at::ScalarType param_dtype, std::array<bool, 4> wanted) {
-          return to_python(norm_backward_flat(norm, grad_output, grad_sum, x, weight, bias, stats,
-                                              rng_state, normalized_ndim, zero_centered, dropout_p,
-                                              x_is_output, input_dtype, residual_dtype, param_dtype,
-                                              wanted, std::nullopt));
-        });
-  m.def("norm_backward_into",
-        [](std::string_view norm, const at::Tensor& grad_output, const OptionalTensor& grad_sum,
-           const at::Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-           const at::Tensor& stats, const OptionalTensor& rng_state, std::int64_t normalized_ndim,
-           bool zero_centered, double dropout_p, bool x_is_output, at::ScalarType input_dtype,
-           OptionalDtype residual_dtype, at::ScalarType param_dtype, std::array<bool, 4> wanted,
-           const OptionalTensor& weight_main_grad, const OptionalTensor& bias_main_grad) {
-          return norm_backward_flat(norm, grad_output, grad_sum, x, weight, bias, stats, rng_state,
-                                    normalized_ndim, zero_centered, dropout_p, x_is_output,
-                                    input_dtype, residual_dtype, param_dtype, wanted,
-                                    MainGrads{weight_main_grad, bias_main_grad});
-        });
-  m.def("check_main_grads", &check_main_grads_flat);
-  m.def("dropout_state",
-        [](const at::Tensor& input) { return to_python(route_dropout_state(input)); });
-
-  m.attr("AUTOGRAD") = static_cast<int>(Route::kAutograd);
-  m.attr("DISPATCH") = static_cast<int>(Route::kDispatch);
-  m.attr("COMPOSITE") = static_cast<int>(Route::kComposite);
-  m.attr("CAST") = static_cast<int>(Route::kCast);
-
+  m.def("norm_forward", &bound_norm_forward);
+  m.def("norm_backward", &bound_norm_backward);
+  m.def("norm_backward_into", &bound_norm_backward_into);
+  m.def("check_main_grads", &bound_check_main_grads);
+  m.def("dropout_state", &bound_dropout_state);
   bind_kernel_tools(m);
   m.def("build_info", &build_info);
 }

@@ -18,6 +18,9 @@ struct RowLayout {
 
 // The layout, if every row is dense and its rows are one or two strides apart.
 std::optional<RowLayout> row_layout(const at::Tensor& tensor, const Shape& shape) {
+  if (tensor.is_contiguous()) {
+    return RowLayout{shape.cols};
+  }
   const at::IntArrayRef sizes = tensor.sizes();
   const at::IntArrayRef strides = tensor.strides();
   const auto leading = static_cast<std::int64_t>(shape.leading.size());

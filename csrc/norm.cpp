@@ -174,9 +174,9 @@ at::Tensor rounded(const at::Tensor& gradient, at::ScalarType dtype) {
 
 ThreeTensors norm_forward(const NormTensors& tensors, const NormOptions& options) {
   const char* const op = op_name(options.norm, tensors.residual.has_value());
-  const std::int64_t ndim = normalized_ndim(tensors, options);
-  check_call(op, tensors, options, ndim);
-  const Shape shape(tensors.input, ndim);
+  check_kinds(op, tensors, options);
+  const Shape shape = checked_shape(op, tensors.input, normalized_ndim(tensors, options));
+  check_call(op, tensors, options, shape);
   const Outputs outputs = allocate_outputs(tensors, options, shape);
   const auto& [output, sum, stats, dtype] = outputs;
   if (shape.empty()) {

@@ -41,6 +41,7 @@ class CallKeys {
     return !is_dual_ && (key == c10::DispatchKey::CPU || key == c10::DispatchKey::CUDA);
   }
   bool is_autocast() const { return keys_.has_any(c10::autocast_dispatch_keyset); }
+  bool is_recorded() const { return keys_.has(c10::DispatchKey::Tracer); }
   bool is_transformed() const { return is_dual_ || is_functorch_; }
   bool needs_grad() const { return requires_grad_ && at::GradMode::is_enabled(); }
 
@@ -93,6 +94,8 @@ FourTensors run_kernel(const BackwardTensors& tensors, const BackwardOptions& op
 
 }  // namespace
 
+bool is_plain(const NormTensors& tensors) { return keys_of(tensors).is_plain(); }
+
 std::variant<ThreeTensors, Route> route_norm(const NormTensors& tensors,
                                              const NormOptions& options) {
   const CallKeys keys = keys_of(tensors);
@@ -106,6 +109,9 @@ std::variant<ThreeTensors, Route> route_norm(const NormTensors& tensors,
   check_kinds(op_name(options.norm, tensors.residual.has_value()), tensors, options);
   if (keys.is_plain()) {
     return Route::kAutograd;
+  }
+  if (keys.is_recorded()) {
+    return Route::kRecord;
   }
   return keys.is_transformed() ? Route::kComposite : Route::kDispatch;
 }

@@ -10,13 +10,18 @@
 
 namespace fused_op {
 
-// What route_norm() leaves to Python.
+// Where a call goes that no kernel has taken. fused_op.cpp finds kCheck.
 enum class Route {
   kAutograd,   // plain, and a gradient is needed
+  kCheck,      // its arguments are unusual, or wrong: Python checks them first
   kDispatch,   // not plain
   kComposite,  // torch.func and forward AD: only PyTorch's own operations have their rules
+  kRecord,     // torch.jit.trace records what is called
   kCast,       // autocast is on, and no kernel adds rows of these dtypes as they are
 };
+
+// Whether a kernel could read the tensors as they are.
+bool is_plain(const NormTensors& tensors);
 
 // The first thing that a public function calls: norm_forward without statistics where no gradient
 // is needed and the kernels can take the tensors as they are.

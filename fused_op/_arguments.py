@@ -12,21 +12,34 @@ import torch
 from torch import Tensor
 from torch._C import _get_tracing_state
 
-from .reference import Norm, compute_dtype, unrecorded
+from ._contexts import unrecorded
+from ._options import Options, Tensors, machine_eps
 
 KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
-def op_name(norm: Norm, residual: Any) -> str:
-    """The public function that a user called, as ``op_name`` of ``csrc/checks.cpp``."""
-    return f"fused_{norm}" if residual is None else f"fused_add_{norm}"
-
-
-def rms_eps(op: str, input: Tensor, eps: float | None) -> float:
-    if eps is not None:
-        return eps
-    check_tensor(op, "input", input)
-    return torch.finfo(compute_dtype(input)).eps
+def checked(op: str, options: Options, tensors: Tensors) -> Options:
+    """The options of a call of ``op`` in the types that the ops take, or the error of one."""
+    input, residual, *_ = tensors
+    if residual is not None:
+        check_tensor(op, "residual", residual)
+    shape = options.normalized_shape
+    if shape is not None:
+        shape = as_normalized_shape(op, input, shape)
+    eps = options.eps
+    if eps is None and options.norm == "rms_norm":
+        check_tensor(op, "input", input)
+        eps = machine_eps(input)
+    check_bools(op, zero_centered=options.zero_centered, training=options.training)
+    dropout_p = check_options(
+        op, options.dropout_p, options.output_dtype, options.sum_dtype, options.memory_efficient
+    )
+    return options._replace(
+        eps=as_float(op, "eps", eps),
+        normalized_shape=shape,
+        dropout_p=dropout_p if options.training else 0.0,
+        is_checked=True,
+    )
 
 
 def as_float(op: str, name: str, value: Any) -> float:
@@ -100,8 +113,8 @@ def check_tensor(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: argument '{name}' must be Tensor, not {type(value).__name__}")
 
 
-def count_normalized(op: str, input: Tensor, normalized_shape: Any) -> int:
-    """Length of normalized_shape, after a check that input ends in it."""
+def as_normalized_shape(op: str, input: Tensor, normalized_shape: Any) -> tuple[int, ...]:
+    """normalized_shape as a tuple, after a check that input ends in it."""
     may_record = _get_tracing_state() is not None  # by torch.jit.trace, where sizes are tensors
     if isinstance(normalized_shape, (int, torch.SymInt)) or (
         may_record and isinstance(normalized_shape, Tensor)
@@ -129,7 +142,7 @@ def count_normalized(op: str, input: Tensor, normalized_shape: Any) -> int:
         unrecorded(_check_ends_in, op, input, shape)
     else:
         _check_ends_in(op, input, shape)
-    return len(shape)
+    return shape
 
 
 def _check_ends_in(op: str, input: Tensor, shape: tuple[Any, ...]) -> None:

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
+from ._options import default_ndim
+
 Placements = tuple[Placement, ...]
 
 # Arguments and results by their names in csrc/dispatcher.cpp. Others have nothing to be sharded by.
@@ -43,9 +45,9 @@ def run_on_shards(cls: Any, op: Any, types: Any, args: Any, kwargs: Any = None) 
 
     # Backward follows x alone, as its stats do: what x was, and what forward made of its inputs.
     leaders = [named[name] for name in ("x", "input", "residual") if named.get(name) is not None]
-    affine = next((named[n] for n in ("weight", "bias") if named.get(n) is not None), None)
     shape = leaders[0].shape
-    rows_ndim = len(shape) - (named["normalized_ndim"] or (1 if affine is None else affine.dim()))
+    ndim = named["normalized_ndim"] or default_ndim(named["weight"], named["bias"])
+    rows_ndim = len(shape) - ndim
     rows = _placements_of_rows(leaders, rows_ndim)
     replicated: Placements = (Replicate(),) * mesh.ndim
     # Each rank sums the rows that it has. Where ranks have the same rows, their sums are the same.

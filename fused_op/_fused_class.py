@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from ._options import Norm
 from .functional import fused_layer_norm, fused_rms_norm
 from .modules import FusedLayerNorm, FusedRMSNorm, takes_original
-from .reference import Norm
 
 # "rounded 1 + weight" is that sum in the dtype of the weight; "1" leaves a weight unused.
 Factor = Literal["weight", "1 + weight", "rounded 1 + weight", "1"]

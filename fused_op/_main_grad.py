@@ -18,28 +18,35 @@ from torch.compiler import is_compiling
 
 import fused_op_cuda
 
-from ._routes import is_differentiated
+from ._contexts import is_differentiated
+from ._options import BackwardOptions, BackwardTensors, Gradients, Wanted
+
+Parameters = tuple[Tensor | None, Tensor | None]  # weight and bias, with their attributes
 
 
 def add_to_main_grad(
-    backward: Any, arguments: tuple[Any, ...], weight: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    parameters: Parameters,
+    backward: Any,
+    tensors: BackwardTensors,
+    options: BackwardOptions,
+    wanted: Wanted,
+) -> Gradients:
     """Call ``backward``, which is ``norm_backward`` or its twin, for gradients of rows alone."""
     if is_compiling():
         raise RuntimeError("fused_op: main_grad is not added to under torch.compile")
-    *call, wanted = arguments
     if not any(wanted[2:]):
-        grad_x, grad_residual, *_ = backward(*arguments)
+        grad_x, grad_residual, *_ = backward(tensors, options, wanted)
         return grad_x, grad_residual, None, None
-    parameters = [
+    weight, bias = (
         parameter if is_wanted else None
-        for parameter, is_wanted in zip((weight, bias), wanted[2:], strict=True)
-    ]
-    main_grads = [None if p is None else _main_grad_of(p) for p in parameters]
+        for parameter, is_wanted in zip(parameters, wanted[2:], strict=True)
+    )
+    main_grads = _main_grad_of(weight), _main_grad_of(bias)
     if backward is fused_op_cuda.norm_backward:
-        grad_x, grad_residual, *_ = fused_op_cuda.norm_backward_into(*call, wanted, *main_grads)
+        into = fused_op_cuda.norm_backward_into
+        grad_x, grad_residual, *_ = into(tensors, options, wanted, main_grads)
     else:
-        _, grad_output, grad_sum, x, _, _, _, _, normalized_ndim, *_ = call
+        grad_output, grad_sum, x, *_ = tensors
         if is_differentiated(grad_output, grad_sum):
             # A derivative of what is added would go to .grad, where nobody looks for it.
             raise RuntimeError(
@@ -47,17 +54,18 @@ def add_to_main_grad(
                 "are no gradients of gradients (create_graph=True), batched or forward-mode ones. "
                 "Leave the flag out, or freeze the parameters of this module"
             )
-        fused_op_cuda.check_main_grads(x, normalized_ndim, *main_grads)
-        call[-1] = torch.float32  # the dtype of parameters: their gradients are not rounded
-        grad_x, grad_residual, *gradients = backward(*call, wanted)
+        fused_op_cuda.check_main_grads(x, options.normalized_ndim, main_grads)
+        unrounded = options._replace(param_dtype=torch.float32)
+        grad_x, grad_residual, *gradients = backward(tensors, unrounded, wanted)
         for main_grad, gradient in zip(main_grads, gradients, strict=True):
             if main_grad is not None:
                 main_grad.add_(gradient)
-    grad_weight, grad_bias = (None if p is None else _dummy(p) for p in parameters)
-    return grad_x, grad_residual, grad_weight, grad_bias
+    return grad_x, grad_residual, _dummy(weight), _dummy(bias)
 
 
-def _main_grad_of(parameter: Tensor) -> Tensor:
+def _main_grad_of(parameter: Tensor | None) -> Tensor | None:
+    if parameter is None:
+        return None
     main_grad = getattr(parameter, "main_grad", None)
     if not isinstance(main_grad, Tensor):
         raise RuntimeError(
@@ -68,7 +76,7 @@ def _main_grad_of(parameter: Tensor) -> Tensor:
 
 
 def _dummy(parameter: Any) -> Tensor | None:
-    if not hasattr(parameter, "grad_added_to_main_grad"):
+    if parameter is None or not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
     if getattr(parameter, "zero_out_wgrad", False):

@@ -1,7 +1,8 @@
-"""What the dispatcher ops return, without computing it: shapes and dtypes for torch.compile & Co.
+"""The dispatcher's ops: calls of them, and what they return, without computing it.
 
-The schemas are in ``csrc/dispatcher.cpp``, the meaning of arguments and results in
-``csrc/fused_op.h``. A result that was not asked for has no elements.
+``torch.compile`` & Co. ask for shapes and dtypes alone. The schemas are in
+``csrc/dispatcher.cpp``, the meaning of arguments and results in ``csrc/fused_op.h``. A result that
+was not asked for has no elements.
 """
 
 from __future__ import annotations
@@ -14,8 +15,49 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from ._arguments import op_name
-from .reference import Norm, check_shapes, compute_dtype, unrecorded
+from ._contexts import unrecorded
+from ._options import (
+    BackwardOptions,
+    BackwardTensors,
+    ForwardResults,
+    Gradients,
+    Norm,
+    Options,
+    Tensors,
+    Wanted,
+    compute_dtype,
+    default_ndim,
+    machine_eps,
+    normalized_ndim,
+    op_name,
+    shares_gradient,
+)
+from .reference import check_shapes
+
+
+def norm_forward(tensors: Tensors, options: Options, save_stats: bool) -> ForwardResults:
+    """``fused_op_cuda.norm_forward`` by the dispatcher, which dynamo can trace."""
+    input, _, weight, bias, _ = tensors
+    results: ForwardResults = torch.ops.fused_op.norm_forward.default(
+        options.norm,
+        *tensors,
+        normalized_ndim(options, weight, bias),
+        machine_eps(input) if options.eps is None else options.eps,
+        options.zero_centered,
+        options.dropout_p,
+        options.output_dtype,
+        options.sum_dtype,
+        save_stats,
+    )
+    return results
+
+
+def norm_backward(tensors: BackwardTensors, options: BackwardOptions, wanted: Wanted) -> Gradients:
+    """``fused_op_cuda.norm_backward`` by the dispatcher, which dynamo can trace."""
+    norm, ndim, _, *flat, _, _ = options
+    gradients: Gradients
+    gradients = torch.ops.fused_op.norm_backward.default(norm, *tensors, ndim, *flat, wanted)
+    return gradients
 
 
 def _norm_forward(
@@ -33,10 +75,9 @@ def _norm_forward(
     sum_dtype: torch.dtype | None,
     save_stats: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    affine = weight if weight is not None else bias
-    ndim = normalized_ndim or (1 if affine is None else affine.dim())
+    ndim = normalized_ndim or default_ndim(weight, bias)
     shape = input.shape[max(input.dim() - ndim, 0) :]
-    op = op_name(norm, residual)
+    op = op_name(norm, residual is not None)
     unrecorded(check_shapes, input, residual, weight, bias, shape, f"{op}: ")
     rows = math.prod(input.shape[: input.dim() - ndim])
     count = 2 if norm == "layer_norm" else 1
@@ -59,23 +100,8 @@ def keeps_format(input: Tensor) -> bool:
     return unrecorded(suggest_memory_format, input) != torch.contiguous_format
 
 
-def shares_gradient(
-    dropout_p: float, input_dtype: torch.dtype, residual_dtype: torch.dtype | None
-) -> bool:
-    """Whether input and residual have one gradient, as ``csrc/checks.h`` has it."""
-    return dropout_p == 0 and residual_dtype in (None, input_dtype)
-
-
-def param_grad_dtype(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> torch.dtype:
-    """``param_dtype`` of backward. Where weight and bias differ, autograd rounds to either."""
-    affine = weight if weight is not None else bias
-    if affine is None:
-        return input.dtype
-    return affine.dtype if bias is None or bias.dtype == affine.dtype else compute_dtype(input)
-
-
 def _norm_backward(
-    norm: str,
+    norm: Norm,
     grad_output: Tensor,
     grad_sum: Tensor | None,
     x: Tensor,

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils._expanded_weights import expanded_weights_impl, expanded_weights_utils
 
-from . import functional, reference
-from ._arguments import as_float, check_bools, check_options, rms_eps
+from . import functional
+from ._arguments import checked
+from ._formulas import compose
+from ._options import Norm, Options, Tensors
 from ._philox import dropout_state
 from ._routes import check_alone
-from .reference import Norm
 
 _utils: Any = expanded_weights_utils  # without annotations
 
@@ -30,18 +31,16 @@ class _PerSample:
         args, kwargs = _utils.standard_kwargs(keywords, values)
         expanded = _by_name(function, args, kwargs)
         given = _by_name(function, *_utils._check_and_unexpand_args(function, args, kwargs))
-        name, input, residual = function.__name__, given["input"], given.get("residual")
+        name, input, residual = function.__name__, given.pop("input"), given.pop("residual", None)
+        weight, bias = given.pop("weight"), given.pop("bias", None)
         norm: Norm = "layer_norm" if "layer_norm" in name else "rms_norm"
-        parameters = given["weight"], given.get("bias")
-        eps = as_float(name, "eps", rms_eps(name, input, given["eps"]))
-        zero_centered, training = given.get("zero_centered", False), given.get("training", True)
-        check_bools(name, zero_centered=zero_centered, training=training)
-        dtypes = given.get("out_dtype"), given.get("residual_dtype")
-        memory_efficient = given.get("memory_efficient", False)
-        p = check_options(name, given.get("dropout_p", 0.0), *dtypes, memory_efficient)
-        state = dropout_state(input) if p > 0 and training else None
-        p = 0.0 if state is None else p
-        check_alone(*(norm, input, residual, *parameters, state, 0, eps, zero_centered, p, *dtypes))
+        names = {"out_dtype": "output_dtype", "residual_dtype": "sum_dtype"}
+        options = Options(norm, **{names.get(key, key): value for key, value in given.items()})
+        tensors: Tensors = input, residual, weight, bias, None
+        options = checked(name, options, tensors)
+        if options.dropout_p:
+            tensors = input, residual, weight, bias, dropout_state(input)
+        check_alone(tensors, options)
 
         def normalize(
             norm: Norm,
@@ -64,11 +63,7 @@ class _PerSample:
             )
             return output
 
-        output, sum = reference.compute(
-            *(norm, input, residual, *parameters, state, eps, given["normalized_shape"]),
-            *(zero_centered, p, *dtypes, normalize),
-        )
-        return output if residual is None else (output, sum)
+        return compose(tensors, options, normalize)
 
 
 class _Affine(torch.autograd.Function):

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ._fused_class import Formula
+from ._options import compute_dtype
 from ._probe import Refusal, check_side_effects, make_probe, run_forward
-from .reference import Shape, compute, compute_dtype
+from .reference import Shape, compute
 
 BATCHES: tuple[tuple[int, ...], ...] = ((7,), (2, 5), (2, 3, 5))
 # Where the original runs them too; outside of training alone, since they take as long as the rest.
@@ -106,7 +107,9 @@ def _compare_outputs(
     new = run_forward(fused, probe, x).double()
     factor, bias = _params(probe, formula)
     eps = _eps(probe, formula, x)
-    truth = compute(*(formula.norm, x.double(), None, factor, bias, None, eps, shape))[0]
+    truth, _ = compute(
+        formula.norm, x.double(), weight=factor, bias=bias, eps=eps, normalized_shape=shape
+    )
     condition = _condition(probe, formula, x, shape)["output"]
     noise = _noise(x, shape) * condition
     ulp = _ulp(torch.maximum(old.abs(), new.abs()), x.dtype)

@@ -7,33 +7,30 @@ nobody has asked for yet. ``fused_op::norm_forward`` serves neither, since its d
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from . import reference
-from ._routes import Call, Tensors, composite
-from .reference import Norm, unrecorded
+from ._contexts import is_recording, unrecorded
+from ._formulas import compose
+from ._options import Norm, Options, Outputs, Tensors
 
 
-def record(tensors: Tensors, call: Call) -> Any:
+def record(tensors: Tensors, options: Options) -> Outputs:
     """The call while ``torch.jit.trace`` records, or ``torch.onnx.export`` by either exporter."""
     _, _, weight, bias, _ = tensors
-    norm, *_, main_grad = call
     parameters = [t for t in (weight, bias) if t is not None]
-    if main_grad and torch.is_grad_enabled() and any(t.requires_grad for t in parameters):
+    if options.main_grad and torch.is_grad_enabled() and any(t.requires_grad for t in parameters):
         raise RuntimeError(
             "fused_op: torch.jit.trace does not record that gradients are added to main_grad: "
             "trace under torch.no_grad(), or set fuse_wgrad_accumulation to False"
         )
-    if reference.is_recording() and torch.onnx.is_in_onnx_export():
+    if is_recording() and torch.onnx.is_in_onnx_export():
         # By the older exporter, which knows no rms_norm, and no layer_norm of sizes that are not
         # constants.
-        if norm == "layer_norm" and parameters:
-            return composite(tensors, call, _by_operator)
-        return composite(tensors, call, _by_arithmetic)
-    return composite(tensors, call, _by_operator)
+        if options.norm == "layer_norm" and parameters:
+            return compose(tensors, options, _by_operator)
+        return compose(tensors, options, _by_arithmetic)
+    return compose(tensors, options, _by_operator)
 
 
 def _by_operator(

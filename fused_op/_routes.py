@@ -1,86 +1,204 @@
-"""What the routes of ``functional.py`` share: a call as one value, the ways past the kernels.
+"""Which way a call takes. ``run`` and ``run_backward`` choose; the ways are below them.
 
-They ask ``is_dynamo_compiling`` and not ``is_compiling``, which takes longer: what else compiles,
-as a non-strict export does, calls with tensors that the binding knows not to be plain.
+=============  ====================================================================================
+kernel         plain tensors, no gradient to record: the binding takes the call as it is
+``AUTOGRAD``   plain tensors and a gradient: the autograd Function, over the binding
+``CHECK``      unusual arguments, or wrong ones: once more, after the checks of ``_arguments.py``;
+               or ``__torch_function__`` of a tensor or a mode takes the call, as that of
+               per-sample gradients, ``_per_sample.py``
+``CAST``       autocast is on, and the rows' dtypes do not fit together: once more, after a cast
+``RECORD``     ``torch.jit.trace`` and ONNX: PyTorch's own norms, ``_recorded.py``
+``DISPATCH``   tensors that are not plain memory: the dispatcher, where each kind of them has its
+               own implementation, DTensor that of ``_dtensor.py``; and what is being compiled
+``COMPOSITE``  function transforms, forward-mode AD, ``disabled()``, and where a kernel cannot be
+               had: the formulas, ``_formulas.py``
+=============  ====================================================================================
+
+``csrc/routing.h`` and ``csrc/fused_op.cpp`` tell them apart, as far as C++ can.
+
+The questions here are ``is_dynamo_compiling`` and not ``is_compiling``, which takes longer: what
+else compiles, as a non-strict export does, calls with tensors that the binding knows not to be
+plain.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_op_cuda
+from fused_op_cuda import KernelError, Route
 
-from . import reference
+from . import _ops, reference
+from ._arguments import checked
+from ._contexts import is_differentiated, is_transformed
 from ._disabled import open_blocks
-from ._ops import keeps_format
-from .reference import Norm, Normalize
+from ._formulas import compose
+from ._main_grad import Parameters, add_to_main_grad
+from ._options import (
+    BackwardOptions,
+    BackwardTensors,
+    ForwardResults,
+    Given,
+    Gradients,
+    Options,
+    Tensors,
+    Wanted,
+)
+from ._philox import dropout_state
+from ._recorded import record
 
-# input, residual, weight, bias, rng_state
-Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+# The names of a public function's arguments, by position and by keyword: functional.py fills it.
+OVERRIDABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
 
-
-# What a call is beside its tensors; what the forward op takes comes first, in its order. Not a
-# NamedTuple: making one and taking it apart is 1 us of the 41 us of a forward and backward.
-Call = tuple[
-    Norm,
-    int,  # normalized_ndim; 0 stands for the default of normalized_shape
-    float,  # eps
-    bool,  # zero_centered
-    float,  # dropout_p
-    torch.dtype | None,  # output_dtype
-    torch.dtype | None,  # sum_dtype
-    bool,  # memory_efficient
-    bool,  # main_grad: add the parameters' gradients to their main_grad
-]
-
-
-def op_options(call: Call) -> tuple[Any, ...]:
-    """What the forward op takes behind the tensors."""
-    return call[1:7]
+_AUTOGRAD = Route.AUTOGRAD  # an attribute of an Enum takes as long as a call
 
 
-def is_transformed() -> bool:
-    """Is torch.func or forward-mode AD on, in or around code that is being compiled?
-
-    There both look past an autograd.Function at the op in it, which has no derivative of its own:
-    gradients would be zeros, without an error.
-    """
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def is_differentiated(*grads: Tensor | None) -> bool:
-    """Is a gradient that is computed from these differentiated itself, or batched by vmap?"""
-    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-        return True
-    return forward_ad._current_level >= 0 and any(
-        grad is not None and forward_ad.unpack_dual(grad).tangent is not None  # type: ignore[no-untyped-call]
-        for grad in grads
-    )
-
-
-def raw_forward() -> Any:
-    """The forward op without autograd: dynamo can only trace the one of the dispatcher."""
-    if open_blocks or (is_dynamo_compiling() and is_transformed()):
-        return composite_forward
+def run(op: Callable[..., Any], function: Any, given: Given, tensors: Tensors) -> Any:
+    """Call the public function ``op``; ``function`` is the autograd Function that records it."""
     if is_dynamo_compiling():
-        return torch.ops.fused_op.norm_forward.default
-    return _kernel_forward
-
-
-def _kernel_forward(*args: Any) -> Any:
+        return _run_traced(op, function, Options(*given), tensors)
     try:
-        return fused_op_cuda.norm_forward(*args)
-    except fused_op_cuda.KernelError as error:
+        kernel: Any = check_alone if open_blocks else fused_op_cuda.norm
+        result: Any = kernel(tensors, given)
+    except KernelError as error:
         warn_of_missing_kernel(error)
-        return composite_forward(*args)
+        result = Route.COMPOSITE
+    if type(result) is not Route:
+        return result
+    options = tuple.__new__(Options, given)  # as Options(*given), but faster
+    if result is _AUTOGRAD:
+        return function.apply_to_plain(*tensors, options)
+    if result is Route.CHECK:
+        if _is_overridden(tensors, options):
+            return _override(op, options, tensors)
+        return run(op, function, *_checked(op, options, tensors))
+    if result is Route.CAST:
+        return run(op, function, options, _cast(tensors))
+    if result is Route.RECORD or torch.onnx.is_in_onnx_export():
+        return record(tensors, options)
+    if result is Route.DISPATCH or options.main_grad:  # which the Function alone knows of
+        return _dispatch(function, tensors, options)
+    return compose(tensors, options)
+
+
+def _run_traced(op: Callable[..., Any], function: Any, options: Options, tensors: Tensors) -> Any:
+    """``run`` while dynamo compiles: of tensors whose memory nobody may look at."""
+    if _is_overridden(tensors, options):
+        return _override(op, options, tensors)
+    options, tensors = _checked(op, options, tensors)
+    if torch.is_autocast_enabled(tensors[0].device.type):
+        tensors = _cast(tensors)
+    if is_transformed():
+        return compose(tensors, options)
+    return _dispatch(function, _distinct(tensors), options)
+
+
+def _checked(op: Callable[..., Any], options: Options, tensors: Tensors) -> tuple[Options, Tensors]:
+    options = checked(op.__name__, options, tensors)
+    if options.dropout_p:
+        tensors = (*tensors[:4], dropout_state(tensors[0]))
+    return options, tensors
+
+
+def _is_overridden(tensors: Tensors, options: Options) -> bool:
+    # The call of a module that knows of main_grad is no public function's.
+    return not options.main_grad and has_torch_function(tensors)
+
+
+def _override(op: Callable[..., Any], options: Options, tensors: Tensors) -> Any:
+    """Let ``__torch_function__`` of a tensor, or of the mode that is on, take the call."""
+    _ops.register_per_sample_rules()
+    values: dict[str, Any] = dict(
+        zip(("input", "residual", "weight", "bias"), tensors, strict=False)
+    )
+    values |= options._asdict()
+    values |= {"out_dtype": options.output_dtype, "residual_dtype": options.sum_dtype}
+    positional, keywords = OVERRIDABLE[op.__name__]
+    args = (values[name] for name in positional)
+    kwargs = {name: values[name] for name in keywords}
+    return handle_torch_function(op, tensors, *args, **kwargs)
+
+
+def run_forward(tensors: Tensors, options: Options, save_stats: bool) -> ForwardResults:
+    """The forward of the autograd Function."""
+    if is_dynamo_compiling():
+        if open_blocks or is_transformed():
+            return _forward_by_formula(tensors, options)
+        return _ops.norm_forward(tensors, options, save_stats)
+    if open_blocks:
+        return _forward_by_formula(tensors, options)
+    try:
+        return fused_op_cuda.norm_forward(tensors, options, save_stats)
+    except KernelError as error:
+        warn_of_missing_kernel(error)
+        return _forward_by_formula(tensors, options)
+
+
+def run_backward(
+    tensors: BackwardTensors,
+    options: BackwardOptions,
+    wanted: Wanted,
+    parameters: Parameters | None,
+) -> Gradients:
+    """The backward of the autograd Function; ``parameters`` are those with a ``main_grad``."""
+    backward = _backward_of(tensors)
+    if options.x_is_output and backward is reference.normalize_backward:
+        raise RuntimeError(
+            f"fused_{options.norm}: with memory_efficient=True the input is not kept, so that its "
+            "gradient can neither be differentiated again nor be computed by other means"
+        )
+    formula: Any = reference.normalize_backward
+    if parameters is not None:
+        backward = partial(add_to_main_grad, parameters, backward)
+        formula = partial(add_to_main_grad, parameters, formula)
+    try:
+        gradients: Gradients = backward(tensors, options, wanted)
+    except KernelError as error:
+        if options.x_is_output:
+            raise
+        warn_of_missing_kernel(error)
+        gradients = formula(tensors, options, wanted)
+    return gradients
+
+
+def _backward_of(tensors: BackwardTensors) -> Any:
+    """The kernel, the dispatcher's op or the formula: all three have the same arguments."""
+    grad_output, grad_sum, _, _, _, stats, _ = tensors
+    if stats is None or open_blocks:  # no kernel in forward, or none now
+        return reference.normalize_backward
+    if is_dynamo_compiling():
+        return _ops.norm_backward
+    if is_differentiated(grad_output, grad_sum):
+        # Means are computed again from x, as PyTorch operations on all that the gradient depends
+        # on.
+        return reference.normalize_backward
+    return fused_op_cuda.norm_backward
+
+
+def _dispatch(function: Any, tensors: Tensors, options: Options) -> Any:
+    """Through the dispatcher, where each kind of tensor finds its own implementation."""
+    _ops.register_rules()
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return function.apply(*tensors, options)
+    output, sum, _ = run_forward(tensors, options, False)
+    return output if tensors[1] is None else (output, sum)
+
+
+def _forward_by_formula(tensors: Tensors, options: Options) -> ForwardResults:
+    """``norm_forward`` without its kernel, and so without statistics for backward."""
+    if not is_dynamo_compiling():
+        check_alone(tensors, options)
+    outputs = compose(tensors, options)
+    return (*outputs, None) if isinstance(outputs, tuple) else (outputs, None, None)
 
 
 class _NotPlain(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -90,11 +208,11 @@ class _NotPlain(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def check_alone(*args: Any) -> int:
-    """``fused_op_cuda.norm`` without its kernel: says what it refuses, and CAST or COMPOSITE."""
+def check_alone(tensors: Tensors, options: Given) -> Route:
+    """``fused_op_cuda.norm`` without its kernel: says what it refuses, and the route."""
     with _NotPlain():  # type: ignore[no-untyped-call]
-        result = fused_op_cuda.norm(*args)
-    return fused_op_cuda.CAST if result == fused_op_cuda.CAST else fused_op_cuda.COMPOSITE
+        route = fused_op_cuda.norm(tensors, options)
+    return Route.COMPOSITE if route is Route.DISPATCH else route  # type: ignore[return-value]
 
 
 # What has been warned of: each kernel has its own message, which would be shown once more.
@@ -117,46 +235,9 @@ def warn_of_missing_kernel(error: RuntimeError) -> None:
         )
 
 
-def composite(tensors: Tensors, call: Call, normalize: Normalize = reference.normalize) -> Any:
-    """The formula in PyTorch's operations, with another core on demand."""
-    input, residual, weight, bias, rng_state = tensors
-    norm, ndim, eps, zero_centered, dropout_p, output_dtype, sum_dtype, *_ = call
-    affine = weight if weight is not None else bias
-    ndim = ndim or (1 if affine is None else affine.dim())
-    shape = reference.unrecorded(lambda: input.shape[input.dim() - ndim :])
-    output, sum = reference.compute(
-        *(norm, input, residual, weight, bias, rng_state, eps, shape),
-        *(zero_centered, dropout_p, output_dtype, sum_dtype, normalize),
-    )
-    if sum is not None:
-        return _contiguous(output), _contiguous(sum)
-    if norm == "rms_norm" and keeps_format(input):
-        return output  # the operations have kept it
-    return _contiguous(output)
-
-
-def _contiguous(x: Tensor) -> Tensor:
-    """``x.contiguous()``, but never the same tensor again, as ``reference._cast``."""
-    return x if x.is_contiguous() else x.contiguous()
-
-
-def composite_forward(*args: Any) -> tuple[Tensor, Tensor | None, None]:
-    """``norm_forward`` without its kernel, and so without statistics for backward."""
-    norm, input, residual, weight, bias, rng_state, *rest, _ = args
-    if not is_dynamo_compiling():
-        check_alone(*args[:-1])
-    result = composite((input, residual, weight, bias, rng_state), (norm, *rest, False, False))
-    return (*result, None) if isinstance(result, tuple) else (result, None, None)
-
-
-def cast(
-    input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rng_state: Tensor | None,
-) -> Tensors:
+def _cast(tensors: Tensors) -> Tensors:
     """Under autocast, rows that do not fit together meet in the wider dtype, and lose nothing."""
+    input, residual, weight, bias, rng_state = tensors
     wider = residual is not None and residual.dtype == torch.float32 and input.dtype.itemsize == 2
     if residual is not None and not wider:
         dtype = torch.promote_types(input.dtype, residual.dtype)
@@ -164,7 +245,7 @@ def cast(
     return input, residual, weight, bias, rng_state
 
 
-def distinct(tensors: Tensors) -> Tensors:
+def _distinct(tensors: Tensors) -> Tensors:
     """No tensor twice, which dynamo cannot trace as arguments of a Function: a view instead."""
     input, residual, weight, bias, rng_state = tensors
     if residual is input:

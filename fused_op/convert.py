@@ -18,10 +18,10 @@ from torch.nn.utils import parametrize
 
 from ._arguments import KERNEL_DTYPES
 from ._fused_class import Factor, Formula, fused_class, is_fused
+from ._options import Norm
 from ._probe import Refusal, explain, state_key
 from ._proof import prove
 from .modules import CONVERTED, FusedLayerNorm, FusedRMSNorm
-from .reference import Norm
 
 Select = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 

@@ -177,7 +177,9 @@ class FusedLayerNorm(_Extras, nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise input."""
         if self.fuse_wgrad_accumulation:
-            output: Tensor = norm_to_main_grad("layer_norm", self, input, None, self.bias)
+            output: Tensor = norm_to_main_grad(
+                fused_layer_norm, self, (input, None, self.weight, self.bias, None)
+            )
             return output
         weight, bias = self.weight, self.bias
         if is_dynamo_compiling() and takes_original(self, input, weight, bias):
@@ -260,7 +262,9 @@ class FusedRMSNorm(_Extras, nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:  # the name that nn.RMSNorm gives it
         """Normalise x."""
         if self.fuse_wgrad_accumulation:
-            output: Tensor = norm_to_main_grad("rms_norm", self, x, None, None)
+            output: Tensor = norm_to_main_grad(
+                fused_rms_norm, self, (x, None, self.weight, None, None)
+            )
             return output
         weight = self.weight
         if is_dynamo_compiling() and takes_original(self, x, weight):
@@ -322,7 +326,9 @@ class FusedAddLayerNorm(FusedLayerNorm):
         """Return the normalised sum, and the sum as the new residual."""
         if self.fuse_wgrad_accumulation:
             outputs: tuple[Tensor, Tensor]
-            outputs = norm_to_main_grad("layer_norm", self, input, residual, self.bias)
+            outputs = norm_to_main_grad(
+                fused_add_layer_norm, self, (input, residual, self.weight, self.bias, None)
+            )
             return outputs
         return fused_add_layer_norm(
             *(input, residual, self.weight, self.bias, self.eps),
@@ -375,7 +381,9 @@ class FusedAddRMSNorm(FusedRMSNorm):
         """Return the normalised sum, and the sum as the new residual."""
         if self.fuse_wgrad_accumulation:
             outputs: tuple[Tensor, Tensor]
-            outputs = norm_to_main_grad("rms_norm", self, input, residual, None)
+            outputs = norm_to_main_grad(
+                fused_add_rms_norm, self, (input, residual, self.weight, None, None)
+            )
             return outputs
         return fused_add_rms_norm(
             *(input, residual, self.weight, self.eps),

@@ -10,17 +10,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from ._contexts import unrecorded
+from ._options import (
+    BackwardOptions,
+    BackwardTensors,
+    Gradients,
+    Norm,
+    Wanted,
+    compute_dtype,
+    default_ndim,
+    machine_eps,
+)
 from ._philox import dropout_state, keep_mask, keep_scale
 
-_Result = TypeVar("_Result")
-
 Shape = int | Sequence[int]
-Norm = Literal["layer_norm", "rms_norm"]
 # norm, x, how many dimensions are normalised, what they are multiplied by, what is added, eps
 Normalize = Callable[[Norm, Tensor, int, Tensor | None, Tensor | None, float], Tensor]
 
@@ -42,8 +49,16 @@ def fused_layer_norm(
     p = dropout_p if training else 0.0
     state = dropout_state(input) if p > 0 else None
     return compute(
-        *("layer_norm", input, None, weight, bias, state, eps, normalized_shape),
-        *(zero_centered, p, out_dtype),
+        "layer_norm",
+        input,
+        weight=weight,
+        bias=bias,
+        rng_state=state,
+        eps=eps,
+        normalized_shape=normalized_shape,
+        zero_centered=zero_centered,
+        dropout_p=p,
+        output_dtype=out_dtype,
     )[0]
 
 
@@ -63,8 +78,15 @@ def fused_rms_norm(
     p = dropout_p if training else 0.0
     state = dropout_state(input) if p > 0 else None
     return compute(
-        *("rms_norm", input, None, weight, None, state, eps, normalized_shape),
-        *(zero_centered, p, out_dtype),
+        "rms_norm",
+        input,
+        weight=weight,
+        rng_state=state,
+        eps=eps,
+        normalized_shape=normalized_shape,
+        zero_centered=zero_centered,
+        dropout_p=p,
+        output_dtype=out_dtype,
     )[0]
 
 
@@ -86,8 +108,18 @@ def fused_add_layer_norm(
     p = dropout_p if training else 0.0
     state = dropout_state(input) if p > 0 else None
     output, sum = compute(
-        *("layer_norm", input, residual, weight, bias, state, eps, normalized_shape),
-        *(zero_centered, p, out_dtype, residual_dtype),
+        "layer_norm",
+        input,
+        residual=residual,
+        weight=weight,
+        bias=bias,
+        rng_state=state,
+        eps=eps,
+        normalized_shape=normalized_shape,
+        zero_centered=zero_centered,
+        dropout_p=p,
+        output_dtype=out_dtype,
+        sum_dtype=residual_dtype,
     )
     assert sum is not None
     return output, sum
@@ -110,8 +142,17 @@ def fused_add_rms_norm(
     p = dropout_p if training else 0.0
     state = dropout_state(input) if p > 0 else None
     output, sum = compute(
-        *("rms_norm", input, residual, weight, None, state, eps, normalized_shape),
-        *(zero_centered, p, out_dtype, residual_dtype),
+        "rms_norm",
+        input,
+        residual=residual,
+        weight=weight,
+        rng_state=state,
+        eps=eps,
+        normalized_shape=normalized_shape,
+        zero_centered=zero_centered,
+        dropout_p=p,
+        output_dtype=out_dtype,
+        sum_dtype=residual_dtype,
     )
     assert sum is not None
     return output, sum
@@ -125,7 +166,9 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Twin of :func:`fused_op.layer_norm`."""
-    return compute("layer_norm", input, None, weight, bias, None, eps, normalized_shape)[0]
+    return compute(
+        "layer_norm", input, weight=weight, bias=bias, eps=eps, normalized_shape=normalized_shape
+    )[0]
 
 
 def rms_norm(
@@ -135,7 +178,7 @@ def rms_norm(
     eps: float | None = None,
 ) -> Tensor:
     """Twin of :func:`fused_op.rms_norm`."""
-    return compute("rms_norm", input, None, weight, None, None, eps, normalized_shape)[0]
+    return compute("rms_norm", input, weight=weight, eps=eps, normalized_shape=normalized_shape)[0]
 
 
 def normalize(
@@ -151,12 +194,13 @@ def normalize(
 def compute(
     norm: Norm,
     input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rng_state: Tensor | None,
-    eps: float | None,
-    normalized_shape: Shape | None,
+    *,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    rng_state: Tensor | None = None,
+    eps: float | None = None,
+    normalized_shape: Shape | None = None,
     zero_centered: bool = False,
     dropout_p: float = 0.0,
     output_dtype: torch.dtype | None = None,
@@ -170,7 +214,7 @@ def compute(
     shape = unrecorded(check_shapes, input, residual, weight, bias, normalized_shape)
     compute = compute_dtype(input)
     if eps is None:
-        eps = torch.finfo(compute).eps
+        eps = machine_eps(input)
     x, sum = input, None
     if residual is not None:
         addend = _cast(input, compute)
@@ -186,29 +230,18 @@ def compute(
 
 
 def normalize_backward(
-    norm: Norm,
-    grad_output: Tensor,
-    grad_sum: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rng_state: Tensor | None,
-    normalized_ndim: int,
-    zero_centered: bool,
-    dropout_p: float,
-    x_is_output: bool,
-    input_dtype: torch.dtype,
-    residual_dtype: torch.dtype | None,
-    param_dtype: torch.dtype,
-    wanted: tuple[bool, bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    tensors: BackwardTensors, options: BackwardOptions, wanted: Wanted
+) -> Gradients:
     """Gradients of ``compute`` for input, residual, weight and bias, as functions of all theirs.
 
-    The arguments are those of ``norm_backward`` in ``csrc/fused_op.h``, with eps in the place of
+    The arguments are those of ``norm_backward`` in ``csrc/fused_op.h``, but eps takes the place of
     the statistics: mean and rstd are computed from x again, since saved ones would be constants to
     the next derivative. x is never the output.
     """
+    grad_output, grad_sum, x, weight, _, _, rng_state = tensors
+    norm, normalized_ndim, eps, zero_centered, dropout_p, *_ = options
+    input_dtype, residual_dtype = options.input_dtype, options.residual_dtype
+    eps = machine_eps(x) if eps is None else eps
     compute = compute_dtype(x)
     normalized, rstd = _normalized(norm, _cast(x, compute), normalized_ndim, eps)
     grad = _cast(grad_output, compute)
@@ -231,31 +264,10 @@ def normalize_backward(
             grad_x = _drop(grad_x, rng_state, dropout_p, normalized_ndim)
         grad_input = _cast(grad_x, input_dtype)
     if wanted[2]:
-        grad_weight = _cast(_sum_rows(grad * normalized, normalized_ndim), param_dtype)
+        grad_weight = _cast(_sum_rows(grad * normalized, normalized_ndim), options.param_dtype)
     if wanted[3]:
-        grad_bias = _cast(_sum_rows(grad, normalized_ndim), param_dtype)
+        grad_bias = _cast(_sum_rows(grad, normalized_ndim), options.param_dtype)
     return grad_input, grad_residual, grad_weight, grad_bias
-
-
-def is_recording() -> bool:
-    """Does ``torch.jit.trace`` record what is called here? It does not inside of its operators."""
-    return (
-        torch._C._get_tracing_state() is not None
-        and not torch._C._dispatch_tls_is_dispatch_key_excluded("Tracer")
-    )
-
-
-def unrecorded(function: Callable[..., _Result], *args: Any) -> _Result:
-    """``function(*args)`` with sizes as numbers, not as the tensors that they are in a trace."""
-    if not is_recording():
-        return function(*args)
-    state = torch._C._get_tracing_state()
-    set_state: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
-    set_state(None)
-    try:
-        return function(*args)
-    finally:
-        set_state(state)
 
 
 def _drop(x: Tensor, rng_state: Tensor | None, p: float, normalized_ndim: int) -> Tensor:
@@ -284,8 +296,7 @@ def check_shapes(
             f"got {list(residual.shape)}"
         )
     if normalized_shape is None:
-        affine = weight if weight is not None else bias
-        normalized_shape = input.shape[-1:] if affine is None else affine.shape
+        normalized_shape = input.shape[max(input.dim() - default_ndim(weight, bias), 0) :]
     elif isinstance(normalized_shape, int):
         normalized_shape = (normalized_shape,)
     shape = tuple(normalized_shape)
@@ -308,11 +319,6 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     Dynamo of PyTorch 2.11 gives an autograd.Function that returns such a result zero gradients.
     """
     return x if x.dtype == dtype else x.to(dtype)
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of statistics and sums for inputs like x."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _normalized(norm: Norm, x: Tensor, normalized_ndim: int, eps: float) -> tuple[Tensor, Tensor]:

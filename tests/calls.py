@@ -7,6 +7,8 @@ with truth.
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fused_op._options import Options
+
 SHAPE = (3, 4, 6)
 
 
@@ -45,7 +47,8 @@ class Calls(TorchDispatchMode):
 
 
 def binding_arguments(op, args):
+    """(tensors, options), as fused_op_cuda takes them."""
     named = dict(zip(op.inputs, args, strict=True))
-    tensors = [named.get(name) for name in ("input", "residual", "weight", "bias")]
+    tensors = (named.get(name) for name in ("input", "residual", "weight", "bias", "rng_state"))
     norm = "layer_norm" if op.centred else "rms_norm"
-    return [norm, *tensors, None, 0, 1e-5, op.zero_centered, 0.0, None, None]
+    return tuple(tensors), Options(norm, 1e-5, zero_centered=op.zero_centered)

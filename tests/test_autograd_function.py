@@ -14,11 +14,12 @@ from tests.calls import Calls, arguments, assert_same, binding_arguments, loss, 
 
 
 def test_short_apply_is_the_whole_apply(op):
-    norm, *rest = binding_arguments(op, arguments(op, requires_grad=True))
-    tensors, call = rest[:5], (norm, *rest[5:], False, False)  # memory_efficient, main_grad
+    tensors, options = binding_arguments(op, arguments(op, requires_grad=True))
+    function = fused_op.functional._NormFunction
+    assert function.apply_to_plain != function.apply
     results = []
-    for apply in (fused_op.functional._apply, fused_op.functional._NormFunction.apply):
-        result = apply(*tensors, call)
+    for apply in (function.apply_to_plain, function.apply):
+        result = apply(*tensors, options)
         leaves = [t for t in tensors if t is not None]
         results.append((*outputs(result), *torch.autograd.grad(loss(result), leaves)))
     assert_same(*results, rtol=0, atol=0)

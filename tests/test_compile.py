@@ -12,6 +12,7 @@ from torch.library import opcheck
 import fused_op
 import fused_op_cuda
 from fused_op import fused_add_layer_norm, fused_layer_norm
+from fused_op._options import Options
 from tests.calls import arguments, assert_same, loss, outputs
 from tests.graphs import Graphs
 
@@ -134,8 +135,7 @@ def test_opcheck(norm, pair, device):
             ((wide, wide if args[1] is not None else None), False),
         ):
             opcheck(torch.ops.fused_op.norm_forward.default, (norm, *args, *dtypes, save_stats))
-    options = None, 1, 1e-5, False, 0.0, None, None, True
-    stats = fused_op_cuda.norm_forward(norm, x, None, None, None, *options)[2]
+    stats = fused_op_cuda.norm_forward((x, None, None, None, None), Options(norm, 1e-5), True)[2]
     is_layer_norm = norm == "layer_norm"
     for grad_sum, weight, zero_centered, p, from_output, residual_dtype, wanted in (
         (residual, w, True, 0.0, False, pair.rows, [True, True, True, is_layer_norm]),

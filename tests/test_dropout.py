@@ -8,6 +8,7 @@ import torch
 import fused_op
 import fused_op_cuda
 from fused_op import fused_add_layer_norm, fused_layer_norm, fused_rms_norm, reference
+from fused_op._options import Options
 from fused_op._philox import keep_mask
 from tests.calls import assert_same
 from tests.ops import BF16, DEVICES, F16, F32, F64
@@ -20,13 +21,11 @@ def mask_of(rows, cols, p, state, device, dtype=F32, adds=False, misaligned=Fals
     bias = torch.ones(cols, dtype=dtype, device=device)
     x = torch.ones(rows * cols + misaligned, dtype=dtype, device=device)[misaligned:]
     x = x.view(rows, cols)
-    options = 1, 1e-5, False, p, None, None, False
+    options = Options("layer_norm", 1e-5, dropout_p=p)
+    zero = torch.zeros_like(x)
     if adds:
-        zero = torch.zeros_like(x)
-        args = "layer_norm", x, zero, None, None, state
-        return fused_op_cuda.norm_forward(*args, *options)[1] != 0
-    args = "layer_norm", torch.zeros_like(x), None, None, bias, state
-    return fused_op_cuda.norm_forward(*args, *options)[0] != 0
+        return fused_op_cuda.norm_forward((x, zero, None, None, state), options, False)[1] != 0
+    return fused_op_cuda.norm_forward((zero, None, None, bias, state), options, False)[0] != 0
 
 
 STATES = [(0, 0), (42, 4), (-1, 2**62), (2**63 - 1, -4)]
@@ -87,15 +86,13 @@ def test_the_mean_stays(device, dtype, adds):
     for p in (1e-9, 2**-17, 0.1, 0.5, 0.999, 0.99999, 0.999995, 1 - 2**-40, *drawn):
         state = torch.tensor([7, round(p * 1000)])
         x = torch.ones(rows, cols, dtype=dtype, device=device)
-        options = 1, 1e-5, False, p, None, None, False
+        options = Options("rms_norm" if adds else "layer_norm", 1e-5, dropout_p=p)
+        zero = torch.zeros_like(x)
         if adds:
-            raw = fused_op_cuda.norm_forward(
-                "rms_norm", x, torch.zeros_like(x), None, None, state, *options
-            )[1]
+            tensors = x, zero, None, None, state
         else:
-            zero, bias = torch.zeros_like(x), torch.ones(cols, dtype=dtype, device=device)
-            raw = fused_op_cuda.norm_forward("layer_norm", zero, None, None, bias, state, *options)
-            raw = raw[0]
+            tensors = zero, None, None, torch.ones(cols, dtype=dtype, device=device), state
+        raw = fused_op_cuda.norm_forward(tensors, options, False)[int(adds)]
         kept = raw != 0
         q = max(65536 - math.floor(p * 65536 + 0.5), 1) / 65536
         values = raw[kept].unique()
@@ -165,7 +162,7 @@ def test_checkpointing_keeps_the_mask(device, reentrant):
 def test_derivatives_keep_the_mask(device, monkeypatch):
     """Second derivatives, forward mode, and vmap with one mask for all."""
     state = torch.tensor([9, 4])
-    monkeypatch.setattr(fused_op.functional, "dropout_state", lambda input: state)
+    monkeypatch.setattr(fused_op._routes, "dropout_state", lambda input: state)
     x = torch.randn(3, 6, dtype=F64, device=device, requires_grad=True)
     r = torch.randn(3, 6, dtype=F64, device=device, requires_grad=True)
     w = torch.randn(6, dtype=F64, device=device, requires_grad=True)

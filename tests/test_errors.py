@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import fused_op
 import fused_op_cuda
 from fused_op import fused_layer_norm
+from fused_op._options import BackwardOptions, Options
 
 X, W, B = torch.randn(4, 8), torch.randn(8), torch.randn(8)
 STATS = torch.ones(2, 4)
@@ -75,13 +76,13 @@ def test_front_door(call, exception, message):
 
 
 BACK_DOOR = r"""
-forward("batch_norm", bias=None, normalized_ndim=1, eps=1e-05)
+forward(norm="batch_norm")
     ValueError: norm must be 'layer_norm' or 'rms_norm', got 'batch_norm'
-forward("rms_norm", bias=None, normalized_ndim=1, eps=NAN)
+forward(norm="rms_norm", eps=NAN)
     ValueError: eps must be finite, got nan
-forward("rms_norm", bias=None, normalized_ndim=-1, eps=1e-05)
+backward(normalized_ndim=-1)
     RuntimeError: Expected normalized_shape to be at least 1-dimensional
-forward("rms_norm", bias=B, normalized_ndim=1, eps=1e-05)
+forward(norm="rms_norm", bias=B)
     RuntimeError: rms_norm has no bias
 forward(dropout_p=2.0)
     ValueError: dropout probability has to be between 0 and 1, but got 2
@@ -139,31 +140,28 @@ backward(stats=STATS.double())
     RuntimeError: got Double of shape [2, 4]
 backward(param_dtype=torch.int8)
     RuntimeError: Float, Half, BFloat16 or Double, got param_dtype of Char
+forward(weight=1.0)
+    TypeError: fused_layer_norm: argument 'weight' must be Tensor, not float
+forward(residual=X, rng_state="state")
+    TypeError: fused_add_layer_norm: argument 'rng_state' must be Tensor, not str
+backward(stats=None)
+    TypeError: fused_op::norm_backward: argument 'stats' must be Tensor, not NoneType
+fused_op_cuda.norm((X, None, None, None), Options("layer_norm", 1e-5))
+    TypeError: fused_layer_norm: tensors must be a tuple of 5, as
+fused_op_cuda.norm_forward((X, None, None, None, None), "layer_norm", True)
+    TypeError: options must be a tuple of 11, as fused_op/_options.py has it, not str
 """
 
 
-def forward(norm="layer_norm", **changes):
-    args = {
-        "norm": norm,
-        "input": X,
-        "residual": None,
-        "weight": None,
-        "bias": None,
-        "rng_state": None,
-        "normalized_ndim": 1,
-        "eps": 1e-5,
-        "zero_centered": False,
-        "dropout_p": 0.0,
-        "output_dtype": None,
-        "sum_dtype": None,
-        "save_stats": True,
-    }
-    return fused_op_cuda.norm_forward(*(args | changes).values())
+def forward(**changes):
+    tensors = dict.fromkeys(("input", "residual", "weight", "bias", "rng_state")) | {"input": X}
+    options = Options("layer_norm", 1e-5, (8,))._asdict()
+    take(changes, tensors, options)
+    return fused_op_cuda.norm_forward(tuple(tensors.values()), Options(**options), True)
 
 
 def backward_arguments(**changes):
-    args = {
-        "norm": "layer_norm",
+    tensors = {
         "grad_output": X,
         "grad_sum": None,
         "x": X,
@@ -171,16 +169,29 @@ def backward_arguments(**changes):
         "bias": None,
         "stats": STATS,
         "rng_state": None,
+    }
+    options = {
+        "norm": "layer_norm",
         "normalized_ndim": 1,
+        "eps": None,
         "zero_centered": False,
         "dropout_p": 0.0,
         "x_is_output": False,
         "input_dtype": torch.float32,
         "residual_dtype": None,
         "param_dtype": torch.float32,
-        "wanted": (True, True, True, True),
+        "output_dtype": torch.float32,
+        "main_grad": False,
     }
-    return (args | changes).values()
+    wanted = changes.pop("wanted", (True, True, True, True))
+    take(changes, tensors, options)
+    return tuple(tensors.values()), BackwardOptions(**options), wanted
+
+
+def take(changes, *places):
+    for name, value in changes.items():
+        (place,) = (place for place in places if name in place)
+        place[name] = value
 
 
 def backward(**changes):
@@ -188,7 +199,7 @@ def backward(**changes):
 
 
 def into(weight=W, bias=None):
-    return fused_op_cuda.norm_backward_into(*backward_arguments(), weight, bias)
+    return fused_op_cuda.norm_backward_into(*backward_arguments(), (weight, bias))
 
 
 def test_a_backward_of_which_nothing_is_wanted(device):

@@ -20,7 +20,7 @@ ALLOWED = {  # the first pattern that fits a file holds
     "backend.*": r"backend\.h|core/|cpu/|cuda/|ATen/|c10/|pthread\.h",
     "routing.cpp": r"(backend|checks|dispatcher|fused_op|routing)\.h|(ATen|c10)/(?!cuda)|torch/",
     "dispatcher.cpp": r"(checks|dispatcher)\.h|ATen/core/|torch/",
-    "fused_op.cpp": r"(checks|fused_op|kernel_tools|routing)\.h|torch/",
+    "fused_op.cpp": r"(checks|fused_op|kernel_tools|routing)\.h|ATen/|torch/",
     "kernel_tools.*": r"kernel_tools\.h|cuda/(call_plan|compile|kernel_files|kernels)\.h|pybind11/",
     "*": r"(backend|checks|fused_op|kernel_arguments)\.h|core/|(ATen|c10)/(?!cuda)",
 }

@@ -35,7 +35,7 @@ def lose(monkeypatch):
 
     def norm(*args):  # says where a call goes, before it needs a kernel
         result = real(*args)
-        return result if type(result) is int else refuse()
+        return result if type(result) is fused_op_cuda.Route else refuse()
 
     def lose(*doors):
         for door in doors or DOORS:

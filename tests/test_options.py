@@ -49,7 +49,7 @@ class Drawn:
     def __init__(self, monkeypatch, device, on_device):
         where = device if on_device else "cpu"
         self.state = torch.randint(2**62, (2,), device=where, generator=generator(where, "state"))
-        monkeypatch.setattr(fused_op.functional, "dropout_state", lambda input: self.state)
+        monkeypatch.setattr(fused_op._routes, "dropout_state", lambda input: self.state)
 
 
 def check(name, actual, truth, scale, dtype, terms, p):
@@ -129,8 +129,13 @@ def check_combination(op, device, monkeypatch, *combination):
     leaf = [None if t is None else t.clone().requires_grad_() for t in (x, weight, bias)]
     norm = "layer_norm" if op.centred else "rms_norm"
     output = reference.compute(
-        *(norm, leaf[0], None, *leaf[1:], None, 1e-5, None if weight is None else (cols,)),
-        zero_centered,
+        norm,
+        leaf[0],
+        weight=leaf[1],
+        bias=leaf[2],
+        eps=1e-5,
+        normalized_shape=None if weight is None else (cols,),
+        zero_centered=zero_centered,
     )[0]
     shown = [t for t in leaf if t is not None]
     true = iter(torch.autograd.grad(output, shown, dy * keep_y))

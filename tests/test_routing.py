@@ -15,6 +15,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import fused_op
 import fused_op_cuda
 from fused_op import fused_add_layer_norm, fused_layer_norm, reference
+from fused_op._options import BackwardOptions, Options, shares_gradient
+from fused_op_cuda import Route
 from tests.calls import Calls, arguments, assert_same, binding_arguments, loss, outputs
 from tests.ops import OPS
 
@@ -32,13 +34,13 @@ def test_no_gradient_no_function_and_no_statistics(op):
 
 def route(*tensors):
     x, weight = (*tensors, None)[:2]
-    options = 0, 1e-5, False, 0.0, None, None
-    return fused_op_cuda.norm("layer_norm", x, None, weight, None, None, *options)
+    options = Options("layer_norm", 1e-5, is_checked=True)  # else subclasses would get CHECK
+    return fused_op_cuda.norm((x, None, weight, None, None), options)
 
 
 def test_routes():
     x, w = torch.randn(2, 4, 6)
-    dispatch, autograd = fused_op_cuda.DISPATCH, fused_op_cuda.AUTOGRAD
+    dispatch, autograd = Route.DISPATCH, Route.AUTOGRAD
     assert isinstance(route(x), torch.Tensor)
     assert isinstance(route(torch.nn.Parameter(x, requires_grad=False)), torch.Tensor)
     assert route(torch.nn.Parameter(x)) == autograd
@@ -69,7 +71,47 @@ def test_routes():
     with forward_ad.dual_level():
         seen.append(route(forward_ad.make_dual(x, x)))
         seen.append(route(x, forward_ad.make_dual(w[0], w[0])))
-    assert seen == [fused_op_cuda.COMPOSITE] * 7
+    assert seen == [Route.COMPOSITE] * 7
+
+
+def test_what_is_unusual_is_checked_in_python_first():
+    """Catches a kernel that runs on an option that nobody has checked."""
+    x = torch.randn(4, 6)
+
+    def result(tensor=x, **options):
+        given = {"norm": "rms_norm", "eps": 1e-5} | options
+        return fused_op_cuda.norm((tensor, None, None, None, None), Options(**given))
+
+    for usual in ({}, {"eps": None}, {"normalized_shape": (6,)}, {"training": False}):
+        assert isinstance(result(**usual), torch.Tensor)
+    for unusual in (
+        *({"eps": 1}, {"eps": None, "norm": "layer_norm"}, {"zero_centered": 1}, {"training": 1}),
+        *({"dropout_p": 0.5}, {"dropout_p": 0}, {"dropout_p": -0.5}, {"memory_efficient": None}),
+        *({"output_dtype": "f16"}, {"sum_dtype": 0}, {"normalized_shape": 6}),
+        *({"normalized_shape": shape} for shape in ([6], (), (5,), (4.0,), (2**70,), (1, 4, 6))),
+        *({"tensor": x.as_subclass(Subclass)}, {"tensor": [1.0]}),
+    ):
+        assert result(**unusual) is Route.CHECK, unusual
+    with Functions():
+        assert result() is Route.CHECK
+    assert isinstance(result(x.as_subclass(Subclass), is_checked=True), torch.Tensor)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("residual_dtype", [None, torch.bfloat16, torch.float32])
+def test_python_and_cpp_agree_who_shares_a_gradient(p, residual_dtype):
+    """Catches a gradient of the residual that is that of the input, or is dropped."""
+    dtype = torch.bfloat16
+    x, state = torch.randn(4, 6).to(residual_dtype or dtype), torch.ones(2, dtype=torch.int64)
+    options = BackwardOptions(
+        *("layer_norm", 1, 1e-5, False, p, False, dtype, residual_dtype, dtype, dtype, False)
+    )
+    tensors = x, None, x, None, None, torch.ones(2, 4), state
+    wanted = True, residual_dtype is not None, False, False
+    grad_input, grad_residual, *_ = fused_op_cuda.norm_backward(tensors, options, wanted)
+    shared = shares_gradient(p, dtype, residual_dtype)
+    assert grad_input is not None
+    assert (grad_residual is None) == (shared or residual_dtype is None)
 
 
 def test_autocast_takes_supported_dtypes_as_they_are_and_casts_others():
@@ -78,8 +120,8 @@ def test_autocast_takes_supported_dtypes_as_they_are_and_casts_others():
         assert isinstance(route(x.bfloat16(), w), torch.Tensor)
         assert isinstance(route(x), torch.Tensor)
         assert isinstance(route(x, w.bfloat16()), torch.Tensor)
-        rows = ("layer_norm", x, x.bfloat16(), None, None, None)
-        assert fused_op_cuda.norm(*rows, 0, 1e-5, False, 0.0, None, None) == fused_op_cuda.CAST
+        rows = x, x.bfloat16(), None, None, None
+        assert fused_op_cuda.norm(rows, Options("layer_norm", 1e-5)) is Route.CAST
         mixed = fused_add_layer_norm(x, x.bfloat16(), w.double(), w.half())
         expected = fused_add_layer_norm(x, x.bfloat16().float(), w, w.half().float())
         assert_same(mixed, expected)

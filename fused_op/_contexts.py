@@ -1,0 +1,52 @@
+"""What is on around a call: a trace, a transform, another derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_Result = TypeVar("_Result")
+
+
+def is_transformed() -> bool:
+    """Is torch.func or forward-mode AD on, in or around code that is being compiled?
+
+    There both look past an autograd.Function at the op in it, which has no derivative of its own:
+    gradients would be zeros, without an error.
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_differentiated(*grads: Tensor | None) -> bool:
+    """Is a gradient that is computed from these differentiated itself, or batched by vmap?"""
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return True
+    return forward_ad._current_level >= 0 and any(
+        grad is not None and forward_ad.unpack_dual(grad).tangent is not None  # type: ignore[no-untyped-call]
+        for grad in grads
+    )
+
+
+def is_recording() -> bool:
+    """Does ``torch.jit.trace`` record what is called here? It does not inside of its operators."""
+    return (
+        torch._C._get_tracing_state() is not None
+        and not torch._C._dispatch_tls_is_dispatch_key_excluded("Tracer")
+    )
+
+
+def unrecorded(function: Callable[..., _Result], *args: Any) -> _Result:
+    """``function(*args)`` with sizes as numbers, not as the tensors that they are in a trace."""
+    if not is_recording():
+        return function(*args)
+    state = torch._C._get_tracing_state()
+    set_state: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
+    set_state(None)
+    try:
+        return function(*args)
+    finally:
+        set_state(state)

@@ -1,0 +1,47 @@
+"""The formulas of ``reference.py`` in the place of the kernels: what takes a call that they cannot.
+
+The values and the refusals are those of the kernels' calls, and so is the memory format.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import reference
+from ._contexts import unrecorded
+from ._ops import keeps_format
+from ._options import Options, Outputs, Tensors, normalized_ndim
+from .reference import Normalize
+
+
+def compose(
+    tensors: Tensors, options: Options, normalize: Normalize = reference.normalize
+) -> Outputs:
+    """The call in PyTorch's operations, with another core on demand."""
+    input, residual, weight, bias, rng_state = tensors
+    ndim = normalized_ndim(options, weight, bias)
+    output, sum = reference.compute(
+        options.norm,
+        input,
+        residual=residual,
+        weight=weight,
+        bias=bias,
+        rng_state=rng_state,
+        eps=options.eps,
+        normalized_shape=unrecorded(lambda: input.shape[input.dim() - ndim :]),
+        zero_centered=options.zero_centered,
+        dropout_p=options.dropout_p,
+        output_dtype=options.output_dtype,
+        sum_dtype=options.sum_dtype,
+        normalize=normalize,
+    )
+    if sum is not None:
+        return _contiguous(output), _contiguous(sum)
+    if options.norm == "rms_norm" and keeps_format(input):
+        return output  # the operations have kept it
+    return _contiguous(output)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    """``x.contiguous()``, but never the same tensor again, as ``reference._cast``."""
+    return x if x.is_contiguous() else x.contiguous()

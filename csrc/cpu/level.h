@@ -27,10 +27,10 @@
 namespace fused_op::cpu {
 
 constexpr std::int64_t kMaxLanes = 32;
-constexpr std::int64_t kTileCols = 8192;      // of a part of a long row
-constexpr std::int64_t kTileElements = 2048;  // of short rows
+constexpr std::int64_t kTileCols = 1024;      // of a part of a long row
+constexpr std::int64_t kTileElements = 1024;  // of short rows
 constexpr std::int64_t kTileRows = 256;
-constexpr std::int64_t kTileSize = kTileCols + kMaxLanes;
+constexpr std::int64_t kTileSize = 2 * (kTileCols + kMaxLanes);
 constexpr int kTiles = 4;  // in hand at a time
 
 std::int64_t norm_backward_chunks(const NormBackwardArgs& args);  // fused_op_cpu.h

@@ -1,4 +1,4 @@
-"""The CPU backend beside PyTorch's layer norm: `python -m benchmarks.cpu --json FILE`.
+"""The CPU backend beside PyTorch's norms: `python -m benchmarks.cpu --json FILE`.
 
 With one thread and with all, in ordinary calls. `python -m benchmarks.docs_table` writes the table
 into docs/performance.md.
@@ -7,6 +7,7 @@ into docs/performance.md.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import shlex
 import sys
 from pathlib import Path
@@ -18,44 +19,85 @@ from . import report
 from .peers import PEERS
 from .run import run_eager
 
-OPS = ("layer_norm",)
-DTYPES = ("float32", "bfloat16")
-SHAPES = ((64, 1024), (4096, 768), (1024, 4096))
-ROUNDS = 9
+OPS = ("layer_norm", "rms_norm")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+WIDTHS = (1, 3, 17, 64, 100, 255, 768, 1023, 1024, 4096, 8192, 65536)
+ELEMENTS = (1 << 16, 1 << 20)  # of a call; the time of a small one is that of the host
+MOST_ROWS = 100_000
+ROUNDS = 15
 
 
-def measure(shapes: tuple[tuple[int, int], ...] = SHAPES, rounds: int = ROUNDS) -> list[Any]:
+def shapes_of(elements: int, widths: tuple[int, ...] = WIDTHS) -> list[tuple[int, int]]:
+    return [(max(1, min(MOST_ROWS, elements // cols)), cols) for cols in widths]
+
+
+def keep_freed_memory() -> None:
+    """Let malloc keep what is freed, as it does in a process that has run for a while.
+
+    Else it gives outputs of some sizes back to the system, of ours and of PyTorch's alike, and
+    their pages are mapped again in every call: half of the time of a call, by chance of either.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
+    if mallopt is not None:
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        mallopt(m_mmap_threshold, 1 << 30)
+        mallopt(m_trim_threshold, 1 << 30)
+
+
+def measure(
+    elements: tuple[int, ...] = ELEMENTS,
+    widths: tuple[int, ...] = WIDTHS,
+    rounds: int = ROUNDS,
+) -> list[Any]:
     """Rows of `run_eager`, for each number of threads."""
+    keep_freed_memory()
     every = torch.get_num_threads()
+    device = torch.device("cpu")
     rows = []
     try:
         for threads in sorted({1, every}):
             torch.set_num_threads(threads)
             for op in OPS:
                 for dtype in DTYPES:
-                    found = run_eager(
-                        shapes, op, dtype, torch.device("cpu"), rounds=rounds, iterations=10
-                    )
-                    rows += [row | {"threads": threads} for row in found]
+                    for count in elements:
+                        shapes = shapes_of(count, widths)
+                        iterations = 20 if count < 1 << 18 else 3
+                        found = run_eager(
+                            shapes, op, dtype, device, rounds=rounds, iterations=iterations
+                        )
+                        rows += [row | {"threads": threads, "elements": count} for row in found]
     finally:
         torch.set_num_threads(every)
     return rows
 
 
+def speedup(row: Any) -> float:
+    """Of the rounds the fastest counts, as other processes slow some of them."""
+    return min(row["pytorch_rounds_us"]) / min(row["custom_rounds_us"])
+
+
 def table(rows: list[Any]) -> str:
-    """One line per call. Of the rounds the fastest counts, as other processes slow some of them."""
-    lines = [
-        "| call | direction | threads | fused_op | PyTorch | its time / ours |",
-        "|---|---|---|---|---|---|",
-    ]
+    """PyTorch's time over ours by width: with one thread, and with all of them."""
+    cells: dict[tuple[Any, ...], dict[int, list[str]]] = {}
     for row in rows:
-        ours, theirs = min(row["custom_rounds_us"]), min(row["pytorch_rounds_us"])
-        call = f"{row['op']} {report.SHORT[row['dtype']]} {row['rows']} x {row['cols']}"
-        mode = row["mode"].replace("_", " + ")
-        lines.append(
-            f"| {call} | {mode} | {row['threads']} | {ours:.0f} µs | {theirs:.0f} µs "
-            f"| {theirs / ours:.2f} |"
-        )
+        key = (row["op"], row["dtype"], row["mode"], row["elements"])
+        cells.setdefault(key, {}).setdefault(row["cols"], []).append(f"{speedup(row):.1f}")
+    widths = sorted({row["cols"] for row in rows})
+    lines = [
+        f"| call | elements | {' | '.join(map(str, widths))} |",
+        "|---|---|" + "---|" * len(widths),
+    ]
+    for (op, dtype, mode, elements), by_width in cells.items():
+        call = f"{op} {report.SHORT[dtype]} {mode.replace('_', ' + ')}"
+        ratios = " | ".join(" ".join(by_width[cols]) for cols in widths)
+        lines.append(f"| {call} | {elements} | {ratios} |")
+    slower = [row for row in rows if speedup(row) < 1]
+    by_a_tenth = [row for row in slower if speedup(row) < 0.9]
+    lines += [
+        "",
+        f"PyTorch is faster in {len(slower)} of the {len(rows)} measurements, in {len(by_a_tenth)} "
+        "of them by more than a tenth.",
+    ]
     return "\n".join(lines)
 
 

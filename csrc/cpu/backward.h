@@ -106,10 +106,12 @@ FUSED_OP_CPU_INLINE void dx_pack(const A* __restrict x, const A* __restrict dy,
 template <int kLanes, typename Norm, bool kAdds, typename A>
 FUSED_OP_CPU_INLINE void write_dx_packs(const A* x, const A* dy, const A* weight, const A* dsum,
                                         const Normalizer<A> normalizer,
-                                        const Pullback<Norm, A>& pullback, std::int64_t cols,
-                                        A* dx) {
+                                        const Pullback<Norm, A>& pullback, std::int64_t cols, A* dx,
+                                        const RowIn<A>& next) {
   for (std::int64_t col = 0; col < cols; col += kLanes) {
     const std::int64_t at = std::min(col, cols - kLanes);
+    prefetch_pack<kLanes>(next.x + at);
+    prefetch_pack<kLanes>(next.dy + at);
     dx_pack<kLanes, Norm, kAdds>(x + at, dy + at, weight + at, kAdds ? dsum + at : nullptr,
                                  normalizer, pullback, dx + at);
   }
@@ -118,13 +120,14 @@ FUSED_OP_CPU_INLINE void write_dx_packs(const A* x, const A* dy, const A* weight
 template <int kLanes, typename Norm, bool kAdds, typename A>
 FUSED_OP_CPU_INLINE void write_dx(const A* x, const A* dy, const A* weight, const A* dsum,
                                   const Normalizer<A>& normalizer,
-                                  const Pullback<Norm, A>& pullback, std::int64_t cols, A* dx) {
+                                  const Pullback<Norm, A>& pullback, std::int64_t cols, A* dx,
+                                  const RowIn<A>& next) {
   if (is_plain(normalizer)) {
     write_dx_packs<kLanes, Norm, kAdds>(x, dy, weight, dsum,
                                         plain_normalizer(normalizer.mean, normalizer.rstd),
-                                        pullback, cols, dx);
+                                        pullback, cols, dx, next);
   } else {
-    write_dx_packs<kLanes, Norm, kAdds>(x, dy, weight, dsum, normalizer, pullback, cols, dx);
+    write_dx_packs<kLanes, Norm, kAdds>(x, dy, weight, dsum, normalizer, pullback, cols, dx, next);
   }
 }
 
@@ -191,19 +194,20 @@ class Backward {
 
   void run(std::int64_t first_chunk, std::int64_t last_chunk) {
     const std::int64_t chunks = norm_backward_chunks(args_);
-    // Two rows at least, where they fit: add_pullback().
-    const std::int64_t tile_rows =
-        std::max<std::int64_t>(rows_of_tile(cols_), 2 * cols_ <= kTileSize ? 2 : 1);
+    const std::int64_t tile_rows = std::max<std::int64_t>(2, rows_of_tile(cols_));
     for (std::int64_t chunk = first_chunk; chunk < last_chunk; ++chunk) {
       if (wants_grads_) {
         begin_grads(static_cast<A*>(args_.workspace) + chunk * Norm::kGrads * cols_);
       }
       const std::int64_t last_row = args_.rows * (chunk + 1) / chunks;
       for (std::int64_t row = args_.rows * chunk / chunks; row < last_row; row += tile_rows) {
-        if (is_long(cols_)) {
-          run_long_row(row);
+        const Tile tile{row, std::min(tile_rows, last_row - row), 0, cols_};
+        if (!is_long(cols_)) {
+          run_tile(tile);
+        } else if (tile.rows == 2) {
+          run_long_rows<2>(row);
         } else {
-          run_tile({row, std::min(tile_rows, last_row - row), 0, cols_});
+          run_long_rows<1>(row);
         }
       }
       if (wants_grads_) {
@@ -294,12 +298,14 @@ class Backward {
     return is_direct_ ? static_cast<A*>(args_.grad_input.data) + tile.row * cols_ + tile.col : dx_;
   }
   void write(const RowIn<A>& row, const A* dsum, std::int64_t col, std::int64_t cols,
-             const Pullback<Norm, A>& pulled, A* dx) {
+             const Pullback<Norm, A>& pulled, A* dx, const RowIn<A>& next) {
     const A* const weight = weight_.values() + col;
     if (dsum != nullptr) {
-      write_dx<kLanes, Norm, true>(row.x, row.dy, weight, dsum, row.normalizer, pulled, cols, dx);
+      write_dx<kLanes, Norm, true>(row.x, row.dy, weight, dsum, row.normalizer, pulled, cols, dx,
+                                   next);
     } else {
-      write_dx<kLanes, Norm, false>(row.x, row.dy, weight, dsum, row.normalizer, pulled, cols, dx);
+      write_dx<kLanes, Norm, false>(row.x, row.dy, weight, dsum, row.normalizer, pulled, cols, dx,
+                                    next);
     }
   }
   View<A> read_dsum(const Tile& tile) {
@@ -344,7 +350,8 @@ class Backward {
     if (wants_dx_) {
       for (r = 0; r < tile.rows; ++r) {
         const A* const addend = dsum.first == nullptr ? nullptr : dsum.row(r);
-        write(row(r), addend, 0, cols_, pullback(totals[r], normalizers[r]), dx + r * cols_);
+        write(row(r), addend, 0, cols_, pullback(totals[r], normalizers[r]), dx + r * cols_,
+              {x.row(r + tile.rows), dy.row(r + tile.rows), {}});
       }
       finish(tile);
     }
@@ -381,22 +388,36 @@ class Backward {
   }
 
   // In parts, which are read again for dx.
-  void run_long_row(std::int64_t number) {
-    const Normalizer<A> normalizer = saved(number);
-    PullbackTotals totals;
+  template <int kRows>
+  void run_long_rows(std::int64_t number) {
+    Normalizer<A> normalizers[kRows];
+    PullbackTotals totals[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      normalizers[r] = saved(number + r);
+    }
     for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
       count = piece(col, cols_, kTileCols);
-      const Tile part{number, 1, col, count};
-      RowIn<A> row[1] = {row_in(read_x(part).first, read_dy(part).first, normalizer)};
-      add<1>(row, col, count, &totals);
+      const Tile part{number, kRows, col, count};
+      const View<A> x = read_x(part);
+      const View<A> dy = read_dy(part);
+      RowIn<A> rows[kRows];
+      for (int r = 0; r < kRows; ++r) {
+        rows[r] = row_in(x.row(r), dy.row(r), normalizers[r]);
+      }
+      add<kRows>(rows, col, count, totals);
     }
-    const Pullback<Norm, A> pulled = pullback(totals, normalizer);
-    for (std::int64_t col = 0, count = 0; wants_dx_ && col < cols_; col += count) {
-      count = piece(col, cols_, kTileCols);
-      const Tile part{number, 1, col, count};
-      const RowIn<A> row = row_in(read_x(part).first, read_dy(part).first, normalizer);
-      write(row, read_dsum(part).first, col, count, pulled, dx_of(part));
-      finish(part);
+    for (int r = 0; wants_dx_ && r < kRows; ++r) {
+      const Pullback<Norm, A> pulled = pullback(totals[r], normalizers[r]);
+      for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
+        count = piece(col, cols_, kTileCols);
+        const Tile part{number + r, 1, col, count};
+        const View<A> x = read_x(part);
+        const View<A> dy = read_dy(part);
+        const RowIn<A> row = row_in(x.first, dy.first, normalizers[r]);
+        const RowIn<A> next = row_in(x.row(kRows), dy.row(kRows), normalizers[r]);
+        write(row, read_dsum(part).first, col, count, pulled, dx_of(part), next);
+        finish(part);
+      }
     }
   }
 

@@ -20,23 +20,26 @@ FUSED_OP_CPU_INLINE void affine_pack(const A* __restrict x, const A* __restrict 
 
 template <int kLanes, typename Norm, typename A>
 FUSED_OP_CPU_INLINE void affine_packs(const A* x, const A* weight, const A* bias,
-                                      const Normalizer<A> normalizer, std::int64_t cols, A* y) {
+                                      const Normalizer<A> normalizer, std::int64_t cols, A* y,
+                                      const A* next) {
   for (std::int64_t col = 0; col < cols; col += kLanes) {
     const std::int64_t at = std::min(col, cols - kLanes);
+    prefetch_pack<kLanes>(next + at);
     affine_pack<kLanes, Norm>(x + at, weight + at, bias + at, normalizer, y + at);
   }
 }
 
 // y = x̂ · weight + bias of a row or a part of it. y overlaps nothing else: the last pack is written
-// over a share of the one before it.
+// over a share of the one before it. `next` is what will be read next, and need not exist.
 template <int kLanes, typename Norm, typename A>
 FUSED_OP_CPU_INLINE void affine(const A* x, const A* weight, const A* bias,
-                                const Normalizer<A>& normalizer, std::int64_t cols, A* y) {
+                                const Normalizer<A>& normalizer, std::int64_t cols, A* y,
+                                const A* next) {
   if (is_plain(normalizer)) {
     const Normalizer<A> plain = plain_normalizer(normalizer.mean, normalizer.rstd);
-    affine_packs<kLanes, Norm>(x, weight, bias, plain, cols, y);
+    affine_packs<kLanes, Norm>(x, weight, bias, plain, cols, y, next);
   } else {
-    affine_packs<kLanes, Norm>(x, weight, bias, normalizer, cols, y);
+    affine_packs<kLanes, Norm>(x, weight, bias, normalizer, cols, y, next);
   }
 }
 
@@ -45,12 +48,17 @@ template <int kCols, typename Norm, typename A>
 FUSED_OP_CPU_INLINE void affine_rows(const A* __restrict x, const A* __restrict weight,
                                      const A* __restrict bias, const A* __restrict mean,
                                      const A* __restrict rstd, std::int64_t rows, A* __restrict y) {
+  A weights[kCols], biases[kCols];
+  std::copy_n(weight, kCols, weights);
+  std::copy_n(bias, Norm::kCentered ? kCols : 0, biases);
 #pragma omp simd
   for (std::int64_t r = 0; r < rows; ++r) {
+    const A row_mean = mean[r];
+    const A row_rstd = rstd[r];
     for (int c = 0; c < kCols; ++c) {
-      const A xhat = Norm::normalized(x[r * kCols + c], plain_normalizer(mean[r], rstd[r]));
+      const A xhat = Norm::normalized(x[r * kCols + c], plain_normalizer(row_mean, row_rstd));
       y[r * kCols + c] =
-          Norm::kCentered ? multiply_add(xhat, weight[c], bias[c]) : xhat * weight[c];
+          Norm::kCentered ? multiply_add(xhat, weights[c], biases[c]) : xhat * weights[c];
     }
   }
 }
@@ -151,9 +159,9 @@ class Forward {
   }
 
   // Up to four deviations the rounding of the mean is no larger than that of x̂.
-  FUSED_OP_CPU_INLINE bool needs_care(A mean, A second) const {
-    return !(second <= Limits<A>::kLargest) ||
-           (cols_ > 1 && A(16) * second < static_cast<A>(cols_) * mean * mean);
+  FUSED_OP_CPU_INLINE bool needs_care(A mean, A second) const {  // without branches
+    const bool is_far = A(16) * second < care_cols_ * mean * mean;
+    return static_cast<int>(is_far) | static_cast<int>(!(second <= Limits<A>::kLargest));
   }
 
   // The means of the rows of a tile, and the sums of their squared deviations.
@@ -207,13 +215,16 @@ class Forward {
     for (std::int64_t r = 0; r < tile.rows; ++r) {
       const Moments<A> found{mean_[r], A(0), second_[r]};
       rstd_[r] = Norm::normalizer(found, A(1), inverse_cols_, eps_).rstd;
-      careful += needs_care(mean_[r], second_[r]) ? 1 : 0;
+      careful += static_cast<int>(needs_care(mean_[r], second_[r]));
     }
     if (args_.stats != nullptr) {
+      A* const stats = static_cast<A*>(args_.stats);
+      const std::int64_t all_rows = args_.rows;
+      const std::int64_t first = tile.row;
+#pragma omp simd
       for (std::int64_t r = 0; r < tile.rows; ++r) {
         const Moments<A> found{mean_[r], A(0), second_[r]};
-        Norm::save(plain_normalizer(mean_[r], rstd_[r]), found, static_cast<A*>(args_.stats),
-                   tile.row + r, args_.rows);
+        Norm::save(plain_normalizer(mean_[r], rstd_[r]), found, stats, first + r, all_rows);
       }
     }
     return careful;
@@ -249,7 +260,7 @@ class Forward {
         normalizer = careful_normalizer(tile.row + r, x.row(r));
       }
       affine<kLanes, Norm>(x.row(r), weight_.values(), bias_.values(), normalizer, cols_,
-                           output + r * cols_);
+                           output + r * cols_, x.row(r + tile.rows));
     }
     finish(tile);
   }
@@ -275,7 +286,8 @@ class Forward {
       count = piece(col, cols_, kTileCols);
       const Tile part{row, 1, col, count};
       affine<kLanes, Norm>(read(part).first, weight_.values() + col, bias_.values() + col,
-                           normalizer, count, output_of(part));
+                           normalizer, count, output_of(part),
+                           values == nullptr ? x_ : values + cols_ + col);
       finish(part);
     }
   }
@@ -285,6 +297,8 @@ class Forward {
   const ConstRows source_;  // of what is normalised
   const bool drops_output_;
   const A inverse_cols_ = A(1) / static_cast<A>(cols_);
+  // The mean of a row of one column is exact.
+  const A care_cols_ = cols_ == 1 ? A(0) : static_cast<A>(cols_);
   const A eps_ = static_cast<A>(args_.eps);
   const bool is_direct_;  // the output is written as it is computed
   const Parameter<A> weight_, bias_;

@@ -89,6 +89,16 @@ FUSED_OP_CPU_INLINE bool is_plain(const Normalizer<A>& normalizer) {
   return normalizer.scale == A(1) && normalizer.shift == A(0);
 }
 
+// Asks for what is read next while what is in hand is computed: where rows come from memory, either
+// would wait for the other. Any address will do.
+template <int kLanes, typename A>
+FUSED_OP_CPU_INLINE void prefetch_pack(const A* next) {
+  constexpr int kLine = 64 / sizeof(A);
+  for (int j = 0; j < kLanes; j += kLine) {
+    __builtin_prefetch(next + j);
+  }
+}
+
 struct Totals {
   double sum = 0;
   double squares = 0;

@@ -9,6 +9,7 @@
 
 #include <limits>
 
+#include "autograd.h"
 #include "checks.h"
 #include "kernel_tools.h"
 #include "routing.h"
@@ -226,6 +227,13 @@ py::object to_python(Route route) {
   return py::reinterpret_borrow<py::object>(route_members[static_cast<std::size_t>(route)]);
 }
 
+// What a public function returns.
+py::object to_python(Outputs&& outputs) {
+  auto& [output, sum] = outputs;
+  return sum.defined() ? to_python(std::make_tuple(std::move(output), std::move(sum)))
+                       : to_python(std::move(output));
+}
+
 // Whether all are Tensor or Parameter, and no mode is on: else __torch_function__ may take the
 // call.
 bool are_usual(const Fields& tensors) {
@@ -249,13 +257,17 @@ py::object norm(py::handle tensor_tuple, py::handle option_tuple) {
   if (!is_checked && !options.fit(tensors)) {
     return to_python(Route::kCheck);
   }
-  auto result = route_norm(tensors, options.unpack(tensors.input));
+  const NormOptions unpacked = options.unpack(tensors.input);
+  auto result = route_norm(tensors, unpacked);
   if (const Route* const route = std::get_if<Route>(&result)) {
-    return to_python(*route);
+    const bool in_cpp = records_in_cpp() && !options.flag(PythonOptions::kMainGrad);
+    return *route == Route::kAutograd && in_cpp
+               ? to_python(
+                     record_norm(tensors, unpacked, options.flag(PythonOptions::kMemoryEfficient)))
+               : to_python(*route);
   }
   auto& [output, sum, stats] = std::get<ThreeTensors>(result);
-  return sum.defined() ? to_python(std::make_tuple(std::move(output), std::move(sum)))
-                       : to_python(std::move(output));
+  return to_python({std::move(output), std::move(sum)});
 }
 
 py::tuple bound_norm_forward(py::handle tensor_tuple, py::handle option_tuple, bool save_stats) {
@@ -314,6 +326,9 @@ PYBIND11_MODULE(fused_op_cuda, m) {
   m.def("norm_backward_into", &bound_norm_backward_into);
   m.def("check_main_grads", &bound_check_main_grads);
   m.def("dropout_state", &bound_dropout_state);
+  m.def("record_in_cpp", &record_in_cpp);
+  m.def("open_disabled_block", &open_disabled_block);
+  m.def("close_disabled_block", &close_disabled_block);
   bind_kernel_tools(m);
   m.def("build_info", &build_info);
 }

@@ -181,7 +181,7 @@ std::string why_no_compiler() { fail(); }
 
 void bind_kernel_tools(py::module_& m) {
 #ifdef FUSED_OP_WITH_CUDA
-  py::register_exception<cuda::KernelError>(m, "KernelError", PyExc_RuntimeError);
+  py::register_exception<KernelError>(m, "KernelError", PyExc_RuntimeError);
 #else
   m.attr("KernelError") = py::exception<std::nullptr_t>(m, "KernelError", PyExc_RuntimeError);
 #endif

@@ -65,11 +65,12 @@ CallKeys keys_of(const BackwardTensors& tensors, const MainGrads& main_grads = {
                    address(main_grads.weight), address(main_grads.bias)});
 }
 
-// Long calls let other Python threads run; for short ones that costs and buys nothing.
+// Long calls let other Python threads run; for short ones that costs and buys nothing. (The node of
+// autograd.cpp does not hold the interpreter.)
 class ReleasedInterpreter {
  public:
   explicit ReleasedInterpreter(const at::Tensor& x) {
-    if (x.numel() > 65536) {
+    if (x.numel() > 65536 && PyGILState_Check() != 0) {
       released_.emplace();
     }
   }
@@ -95,6 +96,7 @@ FourTensors run_kernel(const BackwardTensors& tensors, const BackwardOptions& op
 }  // namespace
 
 bool is_plain(const NormTensors& tensors) { return keys_of(tensors).is_plain(); }
+bool is_plain(const BackwardTensors& tensors) { return keys_of(tensors).is_plain(); }
 
 std::variant<ThreeTensors, Route> route_norm(const NormTensors& tensors,
                                              const NormOptions& options) {

@@ -22,6 +22,7 @@ enum class Route {
 
 // Whether a kernel could read the tensors as they are.
 bool is_plain(const NormTensors& tensors);
+bool is_plain(const BackwardTensors& tensors);
 
 // The first thing that a public function calls: norm_forward without statistics where no gradient
 // is needed and the kernels can take the tensors as they are.

@@ -11,6 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch.compiler import is_dynamo_compiling
+
+import fused_op_cuda
+
 # An entry for each block that is open: kernels run while there is none. A list, because threads may
 # enter and leave in any order, and append and pop cannot be interrupted.
 open_blocks: list[None] = []
@@ -35,7 +39,12 @@ def disabled() -> Iterator[None]:
     ``torch.export``, ``make_fx``.
     """
     open_blocks.append(None)
+    is_eager = not is_dynamo_compiling()  # compiled code records no nodes
+    if is_eager:
+        fused_op_cuda.open_disabled_block()
     try:
         yield
     finally:
         open_blocks.pop()
+        if is_eager:
+            fused_op_cuda.close_disabled_block()

@@ -1,8 +1,9 @@
 """Which way a call takes. ``run`` and ``run_backward`` choose; the ways are below them.
 
 =============  ====================================================================================
-kernel         plain tensors, no gradient to record: the binding takes the call as it is
-``AUTOGRAD``   plain tensors and a gradient: the autograd Function, over the binding
+kernel         plain tensors: the binding takes the call as it is, and records it for autograd by a
+               node in C++, ``csrc/autograd.cpp``, where a gradient is needed
+``AUTOGRAD``   gradients that are added to ``main_grad``: the autograd Function, over the binding
 ``CHECK``      unusual arguments, or wrong ones: once more, after the checks of ``_arguments.py``;
                or ``__torch_function__`` of a tensor or a mode takes the call, as that of
                per-sample gradients, ``_per_sample.py``
@@ -76,7 +77,7 @@ def run(op: Callable[..., Any], function: Any, given: Given, tensors: Tensors) -
         return result
     options = tuple.__new__(Options, given)  # as Options(*given), but faster
     if result is _AUTOGRAD:
-        return function.apply_to_plain(*tensors, options)
+        return function.apply(*tensors, options)
     if result is Route.CHECK:
         if _is_overridden(tensors, options):
             return _override(op, options, tensors)
@@ -149,7 +150,10 @@ def run_backward(
     wanted: Wanted,
     parameters: Parameters | None,
 ) -> Gradients:
-    """The backward of the autograd Function; ``parameters`` are those with a ``main_grad``."""
+    """The backward of the autograd Function; ``parameters`` are those with a ``main_grad``.
+
+    And of the node in C++, where it does not run the kernel itself: ``csrc/autograd.cpp``.
+    """
     backward = _backward_of(tensors)
     if options.x_is_output and backward is reference.normalize_backward:
         raise RuntimeError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -347,10 +347,6 @@ class _NormFunction(torch.autograd.Function):
     would break ``torch.compile(fullgraph=True)``.
     """
 
-    # Function.apply without its Python half, which inspects the call for setup_context and
-    # functorch: neither concerns plain tensors. Semi-private, hence the fallback.
-    apply_to_plain: ClassVar[Callable[..., Any]]
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -367,11 +363,6 @@ class _NormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor | None, grad_sum: Tensor | None = None) -> Any:
         gradients = _backward(ctx, grad_output, grad_sum, ctx.needs_input_grad[:4])
         return *gradients, None, None
-
-
-_NormFunction.apply_to_plain = getattr(
-    super(torch.autograd.Function, _NormFunction), "apply", _NormFunction.apply
-)
 
 
 class FusedLayerNormFunction(torch.autograd.Function):

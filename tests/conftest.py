@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import fused_op_cuda
 from tests.case import SEED, make_case
 from tests.memory import need_memory as need_memory  # a fixture
 from tests.ops import DEVICES, OPS, PAIRS
@@ -26,6 +27,22 @@ def pair(request):
 @pytest.fixture(params=DEVICES)
 def device(request):
     return request.param
+
+
+@pytest.fixture
+def in_python():
+    """Calls are recorded by the Function of functional.py, not by the node in C++."""
+    fused_op_cuda.record_in_cpp(False)
+    yield
+    fused_op_cuda.record_in_cpp(True)
+
+
+@pytest.fixture(params=["node", "function"])
+def recorder(request):
+    """Who records calls for autograd: the node in C++, and the Function in Python."""
+    fused_op_cuda.record_in_cpp(request.param == "node")
+    yield request.param
+    fused_op_cuda.record_in_cpp(True)
 
 
 @pytest.fixture

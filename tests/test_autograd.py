@@ -10,6 +10,8 @@ from tests.ops import BF16, F32, F64, OPS, TOLERANCE, Pair, subsets
 DOUBLE = Pair(F64, F64)
 ADDS = pytest.mark.parametrize("op", [op for op in OPS if op.adds], ids=str)
 
+pytestmark = pytest.mark.usefixtures("recorder")
+
 
 def small_case(op, device, absent=()) -> Case:
     """Rows of unit scale: the k-th derivative grows like scale^-k, and finite differences err."""

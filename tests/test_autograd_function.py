@@ -1,28 +1,17 @@
 """The autograd Function behind the ops: autograd's rules, as far as it could break them.
 
 Catches gradients of two leaves in one memory, saved tensors that nobody guards, derivatives of
-higher order that lose a term, and an apply that takes a shortcut to another result.
+higher order that lose a term.
 """
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import fused_op
 from fused_op import fused_add_layer_norm, fused_layer_norm, reference
-from tests.calls import Calls, arguments, assert_same, binding_arguments, loss, outputs
+from tests.calls import Calls, arguments, assert_same, loss
 
-
-def test_short_apply_is_the_whole_apply(op):
-    tensors, options = binding_arguments(op, arguments(op, requires_grad=True))
-    function = fused_op.functional._NormFunction
-    assert function.apply_to_plain != function.apply
-    results = []
-    for apply in (function.apply_to_plain, function.apply):
-        result = apply(*tensors, options)
-        leaves = [t for t in tensors if t is not None]
-        results.append((*outputs(result), *torch.autograd.grad(loss(result), leaves)))
-    assert_same(*results, rtol=0, atol=0)
+pytestmark = pytest.mark.usefixtures("recorder")
 
 
 def test_one_gradient_tensor_for_two_leaves_is_stored_twice():

@@ -96,7 +96,7 @@ def test_modules(name, no_kernel):
         module(*args)
 
 
-def test_backward_of_an_older_graph(op, device, monkeypatch):
+def test_backward_of_an_older_graph(op, device, monkeypatch, in_python):
     """Catches a kernel that runs inside because its forward ran before: the doubt may be about
     backward alone. Second derivatives too."""
     args = arguments(op, requires_grad=True, dtype=torch.float64, device=device)

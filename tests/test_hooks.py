@@ -13,6 +13,12 @@ from tests.calls import arguments, assert_same, loss, outputs
 
 MODULES = ["FusedLayerNorm", "FusedRMSNorm", "FusedAddLayerNorm", "FusedAddRMSNorm"]
 
+pytestmark = pytest.mark.usefixtures("recorder")
+NAMES = {
+    "node": "torch::autograd::CppNode<fused_op::NormNode>",
+    "function": "_NormFunctionBackward",
+}
+
 
 @pytest.fixture(params=MODULES)
 def module(request, device):
@@ -108,12 +114,13 @@ def test_hook_of_several_gradients(op, device):
     assert_same(tuple(called[0]), tuple(t.grad for t in args), rtol=0, atol=0)
 
 
-def test_node_of_the_graph(op, device):
+def test_node_of_the_graph(op, device, recorder):
     """Catches an output that is not a node's: tools walk the graph by grad_fn, and hook nodes."""
     args = arguments(op, requires_grad=True, device=device)
     result = outputs(op.fused(*args))
     node = result[0].grad_fn
-    assert isinstance(node, Node) and node.name() == "_NormFunctionBackward"
+    assert node.name() == NAMES[recorder]
+    assert isinstance(node, Node) or recorder == "node"  # of no node in C++, says PyTorch
     assert all(output.grad_fn is node for output in result)
     leaves = [edge.variable for edge, _ in node.next_functions if edge is not None]
     assert {id(leaf) for leaf in leaves} == {id(t) for t in args}
@@ -123,7 +130,7 @@ def test_node_of_the_graph(op, device):
     assert counts == [len(result)]
 
 
-def test_anomaly_mode(op, device):
+def test_anomaly_mode(op, device, recorder):
     """Catches a backward that anomaly mode cannot name, or whose forward call it cannot show."""
     args = arguments(op, requires_grad=True, device=device)
     expected = torch.autograd.grad(loss(op.fused(*args)), args)
@@ -133,7 +140,9 @@ def test_anomaly_mode(op, device):
         with torch.no_grad():
             args[0][0, 0, 0] = float("nan")
         with (
-            pytest.warns(UserWarning, match=r"(?s)Error detected in _Norm.*test_anomaly_mode"),
-            pytest.raises(RuntimeError, match="'_NormFunctionBackward' returned nan values"),
+            pytest.warns(
+                UserWarning, match=f"(?s)Error detected in {NAMES[recorder]}.*test_anomaly_mode"
+            ),
+            pytest.raises(RuntimeError, match=f"'{NAMES[recorder]}' returned nan values"),
         ):
             outputs(op.fused(*args))[0].backward(torch.ones_like(args[0]))

@@ -19,6 +19,8 @@ from tests.ops import BF16
 
 FORWARD = "fused_op::norm_forward"
 
+pytestmark = pytest.mark.usefixtures("recorder")
+
 
 def saved(op, args):
     """What an op hands to autograd, in order, beside its result."""

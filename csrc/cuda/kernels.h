@@ -10,12 +10,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <stdexcept>
 #include <string>
 
 #include "cuda/compile.h"
 #include "cuda/device_info.h"
 #include "cuda/kernel_files.h"
+#include "kernel_error.h"
 
 namespace fused_op::cuda {
 
@@ -25,11 +25,6 @@ struct KernelKey {
   std::uint64_t high;
 
   bool operator==(const KernelKey&) const = default;
-};
-
-// A kernel that cannot be had, and why.
-struct KernelError : std::runtime_error {
-  using std::runtime_error::runtime_error;
 };
 
 // A bit for each device, set once something has been done on it.

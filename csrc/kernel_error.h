@@ -1,0 +1,12 @@
+#pragma once
+
+#include <stdexcept>
+
+namespace fused_op {
+
+// No kernel can be had for a call. PyTorch's operations can take it.
+struct KernelError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+}  // namespace fused_op

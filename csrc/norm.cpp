@@ -117,12 +117,24 @@ RowAccess access_of(const at::Tensor& x_or_output, const BackwardTensors& tensor
                         (is_split(x_or_output, shape) || is_split(tensors.grad_output, shape))};
 }
 
-void run(NormBackwardArgs& args, at::Device device) {
-  const auto bytes = static_cast<std::int64_t>(backend::norm_backward_workspace(args, device));
-  const at::Tensor workspace =
-      bytes > 0 ? backend::empty({bytes}, at::kByte, device) : at::Tensor();
-  args.workspace = pointer(workspace);
-  backend::norm_backward(args, device);
+// All but what is read.
+NormBackwardArgs make_backward_args(const BackwardOptions& options, const Shape& shape,
+                                    const Gradients& gradients, bool add_grads) {
+  NormBackwardArgs args;
+  args.kind = options.norm;
+  args.param_dtype = to_dtype(gradients.kernel_dtype);
+  args.rows = shape.rows;
+  args.cols = shape.cols;
+  args.has_residual = options.residual_dtype.has_value();
+  args.grad_input = {pointer(gradients.input), to_dtype(options.input_dtype)};
+  args.grad_residual = {pointer(gradients.residual),
+                        to_dtype(options.residual_dtype.value_or(options.input_dtype))};
+  args.grad_weight = pointer(gradients.weight);
+  args.grad_bias = pointer(gradients.bias);
+  args.add_grads = add_grads;
+  args.x_is_output = options.x_is_output;
+  args.drops_input = options.dropout_p > 0 && args.has_residual;
+  return args;
 }
 
 void run_backward(const BackwardTensors& tensors, const BackwardOptions& options,
@@ -139,12 +151,8 @@ void run_backward(const BackwardTensors& tensors, const BackwardOptions& options
                               options.zero_centered, gradients.kernel_dtype);
   const Borrowed stats = readable_dense(tensors.stats, tensors.stats.element_size());
 
-  NormBackwardArgs args;
-  args.kind = options.norm;
+  NormBackwardArgs args = make_backward_args(options, shape, gradients, add_grads);
   args.dtype = to_dtype(row_source.scalar_type());
-  args.param_dtype = to_dtype(gradients.kernel_dtype);
-  args.rows = shape.rows;
-  args.cols = shape.cols;
   args.x = const_rows(*x, shape);
   args.grad_output = const_rows(*grad_output, shape);
   if (tensors.grad_sum) {
@@ -153,17 +161,14 @@ void run_backward(const BackwardTensors& tensors, const BackwardOptions& options
   args.weight = const_pointer(*parameters.weight);
   args.bias = const_pointer(*parameters.bias);
   args.stats = stats->const_data_ptr();
-  args.has_residual = options.residual_dtype.has_value();
-  args.grad_input = {pointer(gradients.input), to_dtype(options.input_dtype)};
-  args.grad_residual = {pointer(gradients.residual),
-                        to_dtype(options.residual_dtype.value_or(options.input_dtype))};
-  args.grad_weight = pointer(gradients.weight);
-  args.grad_bias = pointer(gradients.bias);
-  args.add_grads = add_grads;
-  args.x_is_output = options.x_is_output;
   args.dropout = to_dropout(options.dropout_p, tensors.rng_state);
-  args.drops_input = options.dropout_p > 0 && args.has_residual;
-  run(args, tensors.x.device());
+
+  const at::Device device = tensors.x.device();
+  const auto bytes = static_cast<std::int64_t>(backend::norm_backward_workspace(args, device));
+  const at::Tensor workspace =
+      bytes > 0 ? backend::empty({bytes}, at::kByte, device) : at::Tensor();
+  args.workspace = pointer(workspace);
+  backend::norm_backward(args, device);
 }
 
 at::Tensor rounded(const at::Tensor& gradient, at::ScalarType dtype) {

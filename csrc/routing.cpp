@@ -148,6 +148,8 @@ FourTensors route_norm_backward_into(const BackwardTensors& tensors, const Backw
   return run_kernel(tensors, options, main_grads);
 }
 
+// On every route by the same draw, or else a mask would change where only the route does, as when
+// checkpointing recomputes a forward.
 at::Tensor route_dropout_state(const at::Tensor& input) {
   const CallKeys keys({&input});
   if (keys.is_plain()) {

@@ -1,7 +1,6 @@
-// Which way a call goes, decided in C++ because it is asked on every call: 0.3 us here, several in
-// Python. A kernel reads raw pointers, which only a plain tensor has. Fake, sharded, transformed or
-// lazily negated tensors look like tensors too, but their pointer is missing or means something
-// else; they go through the dispatcher, which knows them. fused_op.cpp binds these to Python.
+// Which way a call goes: 0.3 us in C++, several in Python. A kernel reads raw pointers, which only
+// a plain tensor has. Fake, sharded, transformed or lazily negated tensors have none, or one that
+// means something else; they go through the dispatcher. fused_op.cpp binds these to Python.
 #pragma once
 
 #include <variant>
@@ -10,7 +9,7 @@
 
 namespace fused_op {
 
-// Where a call goes that no kernel has taken. fused_op.cpp finds kCheck.
+// Where a call goes that no kernel has taken. kCheck is found by python_arguments.cpp.
 enum class Route {
   kAutograd,   // plain, and a gradient is needed
   kCheck,      // its arguments are unusual, or wrong: Python checks them first
@@ -24,8 +23,7 @@ enum class Route {
 bool is_plain(const NormTensors& tensors);
 bool is_plain(const BackwardTensors& tensors);
 
-// The first thing that a public function calls: norm_forward without statistics where no gradient
-// is needed and the kernels can take the tensors as they are.
+// norm_forward without statistics, if no gradient is needed and the kernels can take the tensors.
 std::variant<ThreeTensors, Route> route_norm(const NormTensors& tensors,
                                              const NormOptions& options);
 
@@ -37,8 +35,7 @@ FourTensors route_norm_backward(const BackwardTensors& tensors, const BackwardOp
 FourTensors route_norm_backward_into(const BackwardTensors& tensors, const BackwardOptions& options,
                                      const MainGrads& main_grads);
 
-// Seed and offset for the dropout of a call with this input: on every route by the same draw, or
-// else a mask would change where only the route does, as when checkpointing recomputes a forward.
+// Seed and offset for the dropout of a call with this input.
 at::Tensor route_dropout_state(const at::Tensor& input);
 
 }  // namespace fused_op

@@ -78,7 +78,7 @@ def _norm_forward(
     ndim = normalized_ndim or default_ndim(weight, bias)
     shape = input.shape[max(input.dim() - ndim, 0) :]
     op = op_name(norm, residual is not None)
-    unrecorded(check_shapes, input, residual, weight, bias, shape, f"{op}: ")
+    unrecorded(lambda: check_shapes(input, residual, weight, bias, shape, f"{op}: "))
     rows = math.prod(input.shape[: input.dim() - ndim])
     count = 2 if norm == "layer_norm" else 1
     sum = input.new_empty(0)

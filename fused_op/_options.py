@@ -1,7 +1,7 @@
 """A call as two values: its tensors, and its options.
 
 A call passes through every layer as these. ``fused_op_cuda`` reads the tuples by their places, and
-``csrc/fused_op.cpp`` lists the places again.
+``csrc/python_arguments.cpp`` lists the places again.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ Wanted = tuple[bool, bool, bool, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
+# What makes a NamedTuple of its fields: the class itself is a function in Python around this, and
+# takes 0.2 us more.
+new_tuple = tuple.__new__
+
+
 class Options(NamedTuple):
     """The arguments of a public function that are no tensors, as the user gave them.
 
@@ -48,8 +53,7 @@ class Options(NamedTuple):
     is_checked: bool = False
 
 
-# The fields of Options. What a call begins with, because Options(...) takes 0.2 us: as a function
-# in Python, it is a good part of a call that a kernel takes at once.
+# The fields of Options, which a call that a kernel takes at once has no need to name.
 Given = tuple[
     Norm,
     float | None,
@@ -80,6 +84,10 @@ class BackwardOptions(NamedTuple):
     output_dtype: torch.dtype
     main_grad: bool
 
+    def shares_gradient(self) -> bool:
+        """Whether input and residual have one gradient."""
+        return shares_gradient(self.dropout_p, self.input_dtype, self.residual_dtype)
+
 
 def backward_options(tensors: Tensors, options: Options, x_is_output: bool) -> BackwardOptions:
     """Those of the backward of a forward."""
@@ -91,7 +99,7 @@ def backward_options(tensors: Tensors, options: Options, x_is_output: bool) -> B
     param_dtype = dtype if affine is None else affine.dtype
     if bias is not None and bias.dtype is not param_dtype:
         param_dtype = compute_dtype(input)
-    return tuple.__new__(  # as BackwardOptions(...), but faster
+    return new_tuple(
         BackwardOptions,
         (
             norm,
@@ -115,7 +123,7 @@ def op_name(norm: str, adds: bool) -> str:
 
 
 def normalized_ndim(options: Options, weight: Tensor | None, bias: Tensor | None) -> int:
-    """How many of the last dimensions are normalized together."""
+    """How many of the last dimensions are normalised together."""
     shape = options.normalized_shape
     return default_ndim(weight, bias) if shape is None else len(shape)
 

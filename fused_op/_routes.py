@@ -53,6 +53,7 @@ from ._options import (
     Options,
     Tensors,
     Wanted,
+    new_tuple,
 )
 from ._philox import dropout_state
 from ._recorded import record
@@ -75,7 +76,7 @@ def run(op: Callable[..., Any], function: Any, given: Given, tensors: Tensors) -
         result = Route.COMPOSITE
     if type(result) is not Route:
         return result
-    options = tuple.__new__(Options, given)  # as Options(*given), but faster
+    options = new_tuple(Options, given)
     if result is _AUTOGRAD:
         return function.apply(*tensors, options)
     if result is Route.CHECK:
@@ -154,13 +155,22 @@ def run_backward(
 
     And of the node in C++, where it does not run the kernel itself: ``csrc/autograd.cpp``.
     """
-    backward = _backward_of(tensors)
-    if options.x_is_output and backward is reference.normalize_backward:
+    # The kernel, the dispatcher's op and the formula have the same arguments.
+    grad_output, grad_sum, _, _, _, stats, _ = tensors
+    formula: Any = reference.normalize_backward
+    backward: Any = fused_op_cuda.norm_backward
+    if stats is None or open_blocks:  # no kernel in forward, or none now
+        backward = formula
+    elif is_dynamo_compiling():
+        backward = _ops.norm_backward
+    elif is_differentiated(grad_output, grad_sum):
+        # The means too have to depend on x by operations that PyTorch can differentiate.
+        backward = formula
+    if options.x_is_output and backward is formula:
         raise RuntimeError(
             f"fused_{options.norm}: with memory_efficient=True the input is not kept, so that its "
             "gradient can neither be differentiated again nor be computed by other means"
         )
-    formula: Any = reference.normalize_backward
     if parameters is not None:
         backward = partial(add_to_main_grad, parameters, backward)
         formula = partial(add_to_main_grad, parameters, formula)
@@ -172,20 +182,6 @@ def run_backward(
         warn_of_missing_kernel(error)
         gradients = formula(tensors, options, wanted)
     return gradients
-
-
-def _backward_of(tensors: BackwardTensors) -> Any:
-    """The kernel, the dispatcher's op or the formula: all three have the same arguments."""
-    grad_output, grad_sum, _, _, _, stats, _ = tensors
-    if stats is None or open_blocks:  # no kernel in forward, or none now
-        return reference.normalize_backward
-    if is_dynamo_compiling():
-        return _ops.norm_backward
-    if is_differentiated(grad_output, grad_sum):
-        # Means are computed again from x, as PyTorch operations on all that the gradient depends
-        # on.
-        return reference.normalize_backward
-    return fused_op_cuda.norm_backward
 
 
 def _dispatch(function: Any, tensors: Tensors, options: Options) -> Any:

@@ -22,7 +22,6 @@ from ._options import (
     Tensors,
     Wanted,
     backward_options,
-    shares_gradient,
 )
 from ._routes import OVERRIDABLE, run, run_backward, run_forward
 from .reference import Shape
@@ -51,7 +50,7 @@ def fused_layer_norm(
             converted in each call, and its gradient converted back.
         bias: like ``weight``; ``None`` means 0.
         eps: added to the variance before the root; finite.
-        normalized_shape: the last dimensions, normalized together; default: the shape of ``weight``
+        normalized_shape: the last dimensions, normalised together; default: the shape of ``weight``
             or ``bias``, else the last dimension.
         zero_centered: multiply by ``1 + weight``, for weights that are stored minus one (Gemma,
             Megatron's LayerNorm1p). The 1 is added in the precision of the arithmetic. With
@@ -65,7 +64,7 @@ def fused_layer_norm(
             default: that of ``input``.
         memory_efficient: save the output for backward instead of the input. That saves memory where
             the output is kept anyway, as by a linear layer behind it. Backward recovers the
-            normalized values by a division by the weight: they carry the rounding of the output's
+            normalised values by a division by the weight: they carry the rounding of the output's
             dtype, and a weight closer to 0 than 1e-5 counts as 1e-5. So it is not for weights that
             start at 0. There is no second derivative, and no dropout beside it.
 
@@ -112,7 +111,7 @@ def fused_rms_norm(
             converted in each call, and its gradient converted back.
         eps: added to the mean square before the root; finite. ``None``: the machine epsilon of the
             arithmetic (float32, or float64 for float64), as in ``torch.nn.functional.rms_norm``.
-        normalized_shape: the last dimensions, normalized together; default: the shape of
+        normalized_shape: the last dimensions, normalised together; default: the shape of
             ``weight``, else the last dimension.
         zero_centered: multiply by ``1 + weight``, for weights that are stored minus one (Gemma,
             Megatron's LayerNorm1p). The 1 is added in the precision of the arithmetic. With
@@ -126,7 +125,7 @@ def fused_rms_norm(
             default: that of ``input``.
         memory_efficient: save the output for backward instead of the input. That saves memory where
             the output is kept anyway, as by a linear layer behind it. Backward recovers the
-            normalized values by a division by the weight: they carry the rounding of the output's
+            normalised values by a division by the weight: they carry the rounding of the output's
             dtype, and a weight closer to 0 than 1e-5 counts as 1e-5. So it is not for weights that
             start at 0. There is no second derivative, and no dropout beside it.
 
@@ -177,7 +176,7 @@ def fused_add_layer_norm(
             converted in each call, and its gradient converted back.
         bias: like ``weight``; ``None`` means 0.
         eps: added to the variance before the root; finite.
-        normalized_shape: the last dimensions, normalized together; default: the shape of ``weight``
+        normalized_shape: the last dimensions, normalised together; default: the shape of ``weight``
             or ``bias``, else the last dimension.
         zero_centered: multiply by ``1 + weight``, for weights that are stored minus one (Gemma,
             Megatron's LayerNorm1p). The 1 is added in the precision of the arithmetic. With
@@ -240,7 +239,7 @@ def fused_add_rms_norm(
             converted in each call, and its gradient converted back.
         eps: added to the mean square before the root; finite. ``None``: the machine epsilon of the
             arithmetic (float32, or float64 for float64), as in ``torch.nn.functional.rms_norm``.
-        normalized_shape: the last dimensions, normalized together; default: the shape of
+        normalized_shape: the last dimensions, normalised together; default: the shape of
             ``weight``, else the last dimension.
         zero_centered: multiply by ``1 + weight``, for weights that are stored minus one (Gemma,
             Megatron's LayerNorm1p). The 1 is added in the precision of the arithmetic. With
@@ -290,7 +289,7 @@ def layer_norm(
 
     Args:
         input: ``[..., *normalized_shape]``, float16, bfloat16, float32 or float64, on CPU or CUDA.
-        normalized_shape: the last dimensions, normalized together.
+        normalized_shape: the last dimensions, normalised together.
         weight: ``normalized_shape``, float16, bfloat16, float32 or float64; ``None`` means 1.
         bias: like ``weight``; ``None`` means 0.
         eps: added to the variance before the root; finite.
@@ -320,7 +319,7 @@ def rms_norm(
 
     Args:
         input: ``[..., *normalized_shape]``, float16, bfloat16, float32 or float64, on CPU or CUDA.
-        normalized_shape: the last dimensions, normalized together.
+        normalized_shape: the last dimensions, normalised together.
         weight: ``normalized_shape``, float16, bfloat16, float32 or float64; ``None`` means 1.
         eps: added to the mean square before the root; finite. ``None``: the machine epsilon of the
             arithmetic (float32, or float64 for float64).
@@ -416,10 +415,9 @@ def _backward(
 ) -> Gradients:
     """The gradients of input, residual, weight and bias, as far as they are wanted."""
     options = ctx.options
-    shared = shares_gradient(options.dropout_p, options.input_dtype, options.residual_dtype)
     x, weight, bias, stats, rng_state = ctx.saved_tensors
     if grad_output is None:
-        if shared:
+        if options.shares_gradient():
             return grad_sum if wanted[0] else None, grad_sum if wanted[1] else None, None, None
         grad_output = torch.zeros_like(x, dtype=options.output_dtype)
     tensors = grad_output, grad_sum, x, weight, bias, stats, rng_state
@@ -427,10 +425,11 @@ def _backward(
     grad_x, grad_residual, grad_weight, grad_bias = run_backward(
         tensors, options, wanted, parameters
     )
-    # One tensor for both, as torch.add does: autograd copies where it would be stored twice.
+    if wanted[1] and options.shares_gradient():
+        grad_residual = grad_x  # as torch.add does: autograd copies where it would be stored twice
     return (
         grad_x if wanted[0] else None,
-        (grad_x if shared else grad_residual) if wanted[1] else None,
+        grad_residual if wanted[1] else None,
         grad_weight if wanted[2] else None,
         grad_bias if wanted[3] else None,
     )

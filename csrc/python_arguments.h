@@ -1,0 +1,36 @@
+// The tuples that Python calls with, fused_op/_options.py, as the structs of fused_op.h.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <optional>
+
+#include "fused_op.h"
+
+namespace fused_op {
+
+struct NormCall {
+  NormTensors tensors;
+  NormOptions options;
+  bool memory_efficient = false;
+  bool main_grad = false;
+};
+
+struct BackwardCall {
+  BackwardTensors tensors;
+  BackwardOptions options;
+};
+
+// A TypeError for what is no tensor or no such tuple.
+NormCall unpack(pybind11::handle tensors, pybind11::handle options);
+BackwardCall unpack_backward(pybind11::handle tensors, pybind11::handle options,
+                             std::array<bool, 4> wanted);
+MainGrads unpack_main_grads(pybind11::handle tuple);
+
+// The call, if it is a usual one or Python has checked it. It is usual if no __torch_function__ can
+// take it, each option has its usual type, nothing is dropped, and the input ends in
+// normalized_shape. For the usual call this takes the place of the checks in _arguments.py.
+std::optional<NormCall> unpack_usual(pybind11::handle tensors, pybind11::handle options);
+
+}  // namespace fused_op

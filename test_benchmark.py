@@ -11,11 +11,11 @@ on numbers that a fake timer gives; none of them depends on how fast the machine
 
 from __future__ import annotations
 
-import re
 import argparse
 import functools
 import json
 import math
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence

@@ -16,7 +16,7 @@ ALLOWED = {  # the first pattern that fits a file holds
     "cuda/*.cpp": r"core/|cuda/|(dirent|dlfcn|elf|fcntl|link|pthread|unistd)\.h|sys/",
     "cuda/driver.h": r"cuda\.h",
     "cuda/*": r"core/|cuda/|cuda_\w+\.h|cooperative_groups",  # torch-free: compiles in seconds
-    "cpu/*": r"core/|cpu/|c10/util/(Half|BFloat16)\.h",
+    "cpu/*": r"core/|cpu/|(cpuid|immintrin)\.h",
     "backend.*": r"backend\.h|core/|cpu/|cuda/|ATen/|c10/|pthread\.h",
     "routing.cpp": r"(backend|checks|dispatcher|fused_op|routing)\.h|(ATen|c10)/(?!cuda)|torch/",
     "dispatcher.cpp": r"(checks|dispatcher)\.h|ATen/core/|torch/",

@@ -31,11 +31,14 @@
 namespace fused_op::cpu {
 
 constexpr std::int64_t kMaxLanes = 32;
-constexpr std::int64_t kTileCols = 1024;      // of a part of a long row
-constexpr std::int64_t kTileElements = 1024;  // of short rows
+// Columns of a part of a long row. 16 x 65536 bf16, ps an element: 441, with 8192 columns 590
+// (EPYC).
+constexpr std::int64_t kTileCols = 1024;
+// Elements of short rows. 4096 x 255 bf16, ns a row: 99, with 2048 elements 132, 512: 112 (EPYC).
+constexpr std::int64_t kTileElements = 1024;
 constexpr std::int64_t kTileRows = 256;
-constexpr std::int64_t kTileSize = 2 * (kTileCols + kMaxLanes);
-constexpr int kTiles = 4;  // in hand at a time
+constexpr std::int64_t kTileSize = 2 * (kTileCols + kMaxLanes);  // two rows of backward fit
+constexpr int kTiles = 4;                                        // in hand at a time
 
 std::int64_t norm_backward_chunks(const NormBackwardArgs& args);  // fused_op_cpu.h
 

@@ -28,15 +28,14 @@ GIB = 2**30
 PROCESS_BYTES = 16 * GIB  # of a GPU: 13 under racecheck, most of it the tool's own
 SHOWN_LINES = 60  # of what a failed process printed
 # Tool -> dtype -> processes. All dtypes are instances of the same templates: the slow tools look at
-# one, memcheck, which takes seconds, at each. In a process of more than some fifty calls, the later
-# ones take kernels that know no width, as the process has kernels for 128 then: float16 and a few
-# processes have those, bfloat16 and many the kernels of one width.
+# one, memcheck, which takes seconds, at each. Float16 takes kernels that know no width.
 SHARES = {
     "memcheck": {"bfloat16": 40, "float16": 8, "float32": 8, "float64": 4},
     "initcheck": {"bfloat16": 8},
     "synccheck": {"bfloat16": 8},
     "racecheck": {"bfloat16": 40, "float16": 8},
 }
+MOST_KERNELS = {"float16": "1"}  # FUSED_OP_MAX_KERNELS
 OPTIONS = {"synccheck": ("--portable-clusters",)}
 
 
@@ -84,6 +83,7 @@ def run(job: Job, gpus: queue.Queue[str]) -> Outcome:
     command += OPTIONS.get(job.tool, ())
     # Each tensor in memory of its own, so that an access past its end is seen.
     own = {"CUDA_VISIBLE_DEVICES": gpu, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    own["FUSED_OP_MAX_KERNELS"] = MOST_KERNELS.get(job.dtype, "100000")
     start = time.monotonic()
     try:
         done = subprocess.run(

@@ -36,7 +36,8 @@ py::tuple to_python(std::tuple<Tensors...>&& tensors) {
 
 // The members of enum.Enum("Route", ...), in the order of the C++ one. They live as long as the
 // process, and handing one out costs a reference.
-constexpr std::array kRouteNames = {"AUTOGRAD", "CHECK", "DISPATCH", "COMPOSITE", "RECORD", "CAST"};
+constexpr std::array kRouteNames = {"AUTOGRAD",  "CHECK",  "DROPOUT", "DISPATCH",
+                                    "COMPOSITE", "RECORD", "CAST"};
 std::array<PyObject*, kRouteNames.size()> route_members;
 
 py::object make_route_enum() {
@@ -62,14 +63,15 @@ py::object to_python(Outputs&& outputs) {
 
 // The outputs, or the Route that the call has to take.
 py::object norm(py::handle tensors, py::handle options) {
-  const std::optional<NormCall> call = unpack_usual(tensors, options);
-  if (!call) {
-    return to_python(Route::kCheck);
+  const std::variant<NormCall, Route> unpacked = unpack_usual(tensors, options);
+  if (const Route* const route = std::get_if<Route>(&unpacked)) {
+    return to_python(*route);
   }
-  auto result = route_norm(call->tensors, call->options);
+  const NormCall& call = std::get<NormCall>(unpacked);
+  auto result = route_norm(call.tensors, call.options);
   if (const Route* const route = std::get_if<Route>(&result)) {
-    const bool in_cpp = *route == Route::kAutograd && records_in_cpp() && !call->main_grad;
-    return in_cpp ? to_python(record_norm(call->tensors, call->options, call->memory_efficient))
+    const bool in_cpp = *route == Route::kAutograd && records_in_cpp() && !call.main_grad;
+    return in_cpp ? to_python(record_norm(call.tensors, call.options, call.memory_efficient))
                   : to_python(*route);
   }
   auto& [output, sum, stats] = std::get<ThreeTensors>(result);

@@ -80,8 +80,8 @@ class PythonOptions : public Fields {
     kZeroCentered,
     kDropoutP,
     kTraining,
-    kOutputDtype,
-    kSumDtype,
+    kOutDtype,
+    kResidualDtype,
     kMemoryEfficient,
     kMainGrad,
     kIsChecked,
@@ -91,37 +91,45 @@ class PythonOptions : public Fields {
   NormKind norm() const { return Fields::norm(kNorm); }
   bool are_checked() const { return flag(kIsChecked); }
 
+  // Whether all have their usual types and values, normalized_shape aside.
   bool are_usual() const {
     const auto is_dtype_or_none = [this](Place place) {
       return is_none(place) || THPDtype_Check(at(place));
     };
-    const bool has_eps =
-        PyFloat_CheckExact(at(kEps)) || (is_none(kEps) && norm() == NormKind::kRmsNorm);
-    const bool drops = !PyFloat_CheckExact(at(kDropoutP)) || number(kDropoutP) != 0;
-    return has_eps && !drops && PyBool_Check(at(kZeroCentered)) && PyBool_Check(at(kTraining)) &&
-           PyBool_Check(at(kMemoryEfficient)) && is_dtype_or_none(kOutputDtype) &&
-           is_dtype_or_none(kSumDtype);
+    if (!PyBool_Check(at(kZeroCentered)) || !PyBool_Check(at(kTraining)) ||
+        !PyBool_Check(at(kMemoryEfficient)) || !is_dtype_or_none(kOutDtype) ||
+        !is_dtype_or_none(kResidualDtype) || !PyFloat_CheckExact(at(kDropoutP))) {
+      return false;
+    }
+    const double p = number(kDropoutP);
+    const bool has_eps = is_number(at(kEps)) || (is_none(kEps) && norm() == NormKind::kRmsNorm);
+    return has_eps && (p == 0 || (p > 0 && p <= 1 && !flag(kMemoryEfficient)));
   }
 
   // Whether the input ends in normalized_shape.
   bool fit(const NormTensors& tensors) const {
     PyObject* const shape = at(kNormalizedShape);
+    const at::Tensor& input = tensors.input;
     if (shape == Py_None) {
       return true;
     }
-    if (!PyTuple_CheckExact(shape) || PyTuple_GET_SIZE(shape) == 0 || !is_plain(tensors) ||
-        PyTuple_GET_SIZE(shape) > tensors.input.dim()) {
+    if (!is_plain(tensors) || input.dim() == 0) {
       return false;
     }
-    const Py_ssize_t ndim = PyTuple_GET_SIZE(shape);
-    for (Py_ssize_t i = 0; i < ndim; ++i) {
-      PyObject* const size = PyTuple_GET_ITEM(shape, i);
-      if (!PyLong_CheckExact(size) || PyLong_AsSsize_t(size) != tensors.input.size(i - ndim)) {
-        PyErr_Clear();  // of an int that is too large
-        return false;
-      }
+    if (!PyTuple_Check(shape) && !PyList_Check(shape)) {
+      return is_size(shape, input.size(-1));
     }
-    return true;
+    const Py_ssize_t ndim = PySequence_Fast_GET_SIZE(shape);
+    bool fits = ndim > 0 && ndim <= input.dim();
+    for (Py_ssize_t i = 0; fits && i < ndim; ++i) {
+      fits = is_size(PySequence_Fast_GET_ITEM(shape, i), input.size(i - ndim));
+    }
+    return fits;
+  }
+
+  // Whether Python has to draw a mask first, or, outside of training, to set dropout_p to 0.
+  bool wait_for_dropout(const NormTensors& tensors) const {
+    return number(kDropoutP) != 0 && !(flag(kTraining) && tensors.rng_state);
   }
 
   NormCall call(NormTensors&& tensors) const {
@@ -134,15 +142,35 @@ class PythonOptions : public Fields {
     NormOptions options;
     options.norm = norm();
     if (!is_none(kNormalizedShape)) {
-      options.normalized_ndim = py::cast<py::tuple>(py::handle(at(kNormalizedShape))).size();
+      const py::handle shape = at(kNormalizedShape);
+      options.normalized_ndim =
+          PyLong_Check(shape.ptr()) ? 1 : static_cast<std::int64_t>(py::len(shape));
     }
     options.eps = is_none(kEps) ? machine_eps(input.scalar_type()) : number(kEps);
     options.zero_centered = flag(kZeroCentered);
     options.dropout_p = number(kDropoutP);
-    options.output_dtype = optional_dtype(kOutputDtype);
-    options.sum_dtype = optional_dtype(kSumDtype);
+    options.output_dtype = optional_dtype(kOutDtype);
+    options.sum_dtype = optional_dtype(kResidualDtype);
     return options;
   }
+
+  static bool is_number(PyObject* object) {
+    int overflow = 0;
+    if (PyLong_CheckExact(object)) {
+      PyLong_AsLongLongAndOverflow(object, &overflow);
+      return overflow == 0;
+    }
+    return PyFloat_CheckExact(object);
+  }
+
+  static bool is_size(PyObject* object, std::int64_t size) {
+    if (!PyLong_CheckExact(object)) {
+      return false;
+    }
+    int overflow = 0;
+    return PyLong_AsLongLongAndOverflow(object, &overflow) == size && overflow == 0;
+  }
+
   static double machine_eps(at::ScalarType dtype) {
     return dtype == at::kDouble ? std::numeric_limits<double>::epsilon()
                                 : std::numeric_limits<float>::epsilon();
@@ -155,10 +183,15 @@ class PythonTensors : public Fields {
   PythonTensors(py::handle tuple, NormKind norm)
       : Fields(op_name(norm, adds_residual(tuple)), "tensors", tuple, 5) {}
 
-  // Whether all are Tensor or Parameter, and no mode is on.
+  // Whether all are tensors whose __torch_function__ nobody asks, and no mode is on.
   bool are_usual() const {
+    using State = at::impl::TorchFunctionDisabledState;
+    const bool asks_subclasses =
+        at::impl::PythonTorchFunctionTLS::get_disabled_state() == State::ENABLED;
     for (Py_ssize_t place = 0; place < 4; ++place) {
-      if (!is_none(place) && !THPVariable_CheckExact(at(place))) {
+      PyObject* const field = at(place);
+      if (field != Py_None && !THPVariable_CheckExact(field) &&
+          (asks_subclasses || !THPVariable_Check(field))) {
         return false;
       }
     }
@@ -212,16 +245,19 @@ NormCall unpack(py::handle tensor_tuple, py::handle option_tuple) {
   return options.call(std::move(tensors));
 }
 
-std::optional<NormCall> unpack_usual(py::handle tensor_tuple, py::handle option_tuple) {
+std::variant<NormCall, Route> unpack_usual(py::handle tensor_tuple, py::handle option_tuple) {
   const PythonOptions options(option_tuple);
   const PythonTensors python_tensors(tensor_tuple, options.norm());
   const bool are_checked = options.are_checked();
   if (!are_checked && !(python_tensors.are_usual() && options.are_usual())) {
-    return std::nullopt;
+    return Route::kCheck;
   }
   NormTensors tensors = python_tensors.unpack();
   if (!are_checked && !options.fit(tensors)) {
-    return std::nullopt;
+    return Route::kCheck;
+  }
+  if (!are_checked && options.wait_for_dropout(tensors)) {
+    return Route::kDropout;
   }
   return options.call(std::move(tensors));
 }

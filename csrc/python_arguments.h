@@ -4,9 +4,10 @@
 #include <pybind11/pybind11.h>
 
 #include <array>
-#include <optional>
+#include <variant>
 
 #include "fused_op.h"
+#include "routing.h"
 
 namespace fused_op {
 
@@ -28,9 +29,9 @@ BackwardCall unpack_backward(pybind11::handle tensors, pybind11::handle options,
                              std::array<bool, 4> wanted);
 MainGrads unpack_main_grads(pybind11::handle tuple);
 
-// The call, if it is a usual one or Python has checked it. It is usual if no __torch_function__ can
-// take it, each option has its usual type, nothing is dropped, and the input ends in
+// The call, if it is a usual one, or one that Python has checked: else kCheck or kDropout. It is
+// usual if no __torch_function__ can take it, each option has its usual type, and the input ends in
 // normalized_shape. For the usual call this takes the place of the checks in _arguments.py.
-std::optional<NormCall> unpack_usual(pybind11::handle tensors, pybind11::handle options);
+std::variant<NormCall, Route> unpack_usual(pybind11::handle tensors, pybind11::handle options);
 
 }  // namespace fused_op

@@ -9,10 +9,11 @@
 
 namespace fused_op {
 
-// Where a call goes that no kernel has taken. kCheck is found by python_arguments.cpp.
+// Where a call goes that no kernel has taken. python_arguments.h finds the second and the third.
 enum class Route {
   kAutograd,   // plain, and a gradient is needed
   kCheck,      // its arguments are unusual, or wrong: Python checks them first
+  kDropout,    // usual, but Python draws a mask first
   kDispatch,   // not plain
   kComposite,  // torch.func and forward AD: only PyTorch's own operations have their rules
   kRecord,     // torch.jit.trace records what is called

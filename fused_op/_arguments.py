@@ -13,33 +13,28 @@ from torch import Tensor
 from torch._C import _get_tracing_state
 
 from ._contexts import unrecorded
-from ._options import Options, Tensors, machine_eps
+from ._options import Options, Tensors, machine_eps, new_tuple
 
 KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def checked(op: str, options: Options, tensors: Tensors) -> Options:
     """The options of a call of ``op`` in the types that the ops take, or the error of one."""
+    norm, eps, shape, zero_centered, dropout_p, training, *others, main_grad, _ = options
     input, residual, *_ = tensors
     if residual is not None:
         check_tensor(op, "residual", residual)
-    shape = options.normalized_shape
     if shape is not None:
         shape = as_normalized_shape(op, input, shape)
-    eps = options.eps
-    if eps is None and options.norm == "rms_norm":
+    if eps is None and norm == "rms_norm":
         check_tensor(op, "input", input)
         eps = machine_eps(input)
-    check_bools(op, zero_centered=options.zero_centered, training=options.training)
-    dropout_p = check_options(
-        op, options.dropout_p, options.output_dtype, options.sum_dtype, options.memory_efficient
-    )
-    return options._replace(
-        eps=as_float(op, "eps", eps),
-        normalized_shape=shape,
-        dropout_p=dropout_p if options.training else 0.0,
-        is_checked=True,
-    )
+    if type(eps) is not float:
+        eps = as_float(op, "eps", eps)
+    check_bools(op, zero_centered=zero_centered, training=training)
+    dropout_p = check_options(op, dropout_p, *others)
+    fields = (norm, eps, shape, zero_centered, dropout_p if training else 0.0, training)
+    return new_tuple(Options, (*fields, *others, main_grad, True))
 
 
 def as_float(op: str, name: str, value: Any) -> float:

@@ -31,8 +31,8 @@ def compose(
         normalized_shape=unrecorded(lambda: input.shape[input.dim() - ndim :]),
         zero_centered=options.zero_centered,
         dropout_p=options.dropout_p,
-        output_dtype=options.output_dtype,
-        sum_dtype=options.sum_dtype,
+        output_dtype=options.out_dtype,
+        sum_dtype=options.residual_dtype,
         normalize=normalize,
     )
     if sum is not None:

@@ -45,8 +45,8 @@ def norm_forward(tensors: Tensors, options: Options, save_stats: bool) -> Forwar
         machine_eps(input) if options.eps is None else options.eps,
         options.zero_centered,
         options.dropout_p,
-        options.output_dtype,
-        options.sum_dtype,
+        options.out_dtype,
+        options.residual_dtype,
         save_stats,
     )
     return results

@@ -6,12 +6,14 @@ A call passes through every layer as these. ``fused_op_cuda`` reads the tuples b
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 Norm = Literal["layer_norm", "rms_norm"]
+Shape = int | Sequence[int]  # of normalized_shape
 
 # input, residual, weight, bias, rng_state. A plain tuple: it is made for every call, and naming its
 # places would take another 0.2 us.
@@ -42,12 +44,12 @@ class Options(NamedTuple):
 
     norm: Norm
     eps: float | None  # None: that of machine_eps()
-    normalized_shape: tuple[int, ...] | None = None
+    normalized_shape: Shape | None = None
     zero_centered: bool = False
     dropout_p: float = 0.0
     training: bool = True
-    output_dtype: torch.dtype | None = None
-    sum_dtype: torch.dtype | None = None
+    out_dtype: torch.dtype | None = None
+    residual_dtype: torch.dtype | None = None
     memory_efficient: bool = False
     main_grad: bool = False  # add the parameters' gradients to their main_grad
     is_checked: bool = False
@@ -57,7 +59,7 @@ class Options(NamedTuple):
 Given = tuple[
     Norm,
     float | None,
-    Any,  # what a user has given for normalized_shape
+    Shape | None,
     bool,
     float,
     bool,
@@ -92,7 +94,7 @@ class BackwardOptions(NamedTuple):
 def backward_options(tensors: Tensors, options: Options, x_is_output: bool) -> BackwardOptions:
     """Those of the backward of a forward."""
     input, residual, weight, bias, _ = tensors
-    norm, eps, shape, zero_centered, dropout_p, _, output_dtype, _, _, main_grad, _ = options
+    norm, eps, shape, zero_centered, dropout_p, _, out_dtype, _, _, main_grad, _ = options
     dtype = input.dtype
     # Where weight and bias differ in dtype, autograd rounds their gradients to either.
     affine = weight if weight is not None else bias
@@ -103,7 +105,7 @@ def backward_options(tensors: Tensors, options: Options, x_is_output: bool) -> B
         BackwardOptions,
         (
             norm,
-            default_ndim(weight, bias) if shape is None else len(shape),
+            default_ndim(weight, bias) if shape is None else _count(shape),
             eps,
             zero_centered,
             dropout_p,
@@ -111,7 +113,7 @@ def backward_options(tensors: Tensors, options: Options, x_is_output: bool) -> B
             dtype,
             None if residual is None else residual.dtype,
             param_dtype,
-            output_dtype or dtype,
+            out_dtype or dtype,
             main_grad,
         ),
     )
@@ -125,7 +127,11 @@ def op_name(norm: str, adds: bool) -> str:
 def normalized_ndim(options: Options, weight: Tensor | None, bias: Tensor | None) -> int:
     """How many of the last dimensions are normalised together."""
     shape = options.normalized_shape
-    return default_ndim(weight, bias) if shape is None else len(shape)
+    return default_ndim(weight, bias) if shape is None else _count(shape)
+
+
+def _count(shape: Shape) -> int:
+    return 1 if isinstance(shape, int) else len(shape)
 
 
 def default_ndim(weight: Tensor | None, bias: Tensor | None) -> int:

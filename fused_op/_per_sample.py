@@ -34,8 +34,7 @@ class _PerSample:
         name, input, residual = function.__name__, given.pop("input"), given.pop("residual", None)
         weight, bias = given.pop("weight"), given.pop("bias", None)
         norm: Norm = "layer_norm" if "layer_norm" in name else "rms_norm"
-        names = {"out_dtype": "output_dtype", "residual_dtype": "sum_dtype"}
-        options = Options(norm, **{names.get(key, key): value for key, value in given.items()})
+        options = Options(norm, **given)
         tensors: Tensors = input, residual, weight, bias, None
         options = checked(name, options, tensors)
         if options.dropout_p:

@@ -7,6 +7,7 @@ kernel         plain tensors: the binding takes the call as it is, and records i
 ``CHECK``      unusual arguments, or wrong ones: once more, after the checks of ``_arguments.py``;
                or ``__torch_function__`` of a tensor or a mode takes the call, as that of
                per-sample gradients, ``_per_sample.py``
+``DROPOUT``    once more, with the state of a mask; without dropout outside of training
 ``CAST``       autocast is on, and the rows' dtypes do not fit together: once more, after a cast
 ``RECORD``     ``torch.jit.trace`` and ONNX: PyTorch's own norms, ``_recorded.py``
 ``DISPATCH``   tensors that are not plain memory: the dispatcher, where each kind of them has its
@@ -61,6 +62,8 @@ from ._recorded import record
 # The names of a public function's arguments, by position and by keyword: functional.py fills it.
 OVERRIDABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
 
+_NAMES = (*Options._fields, "input", "residual", "weight", "bias", "rng_state")
+
 _AUTOGRAD = Route.AUTOGRAD  # an attribute of an Enum takes as long as a call
 
 
@@ -83,6 +86,11 @@ def run(op: Callable[..., Any], function: Any, given: Given, tensors: Tensors) -
         if _is_overridden(tensors, options):
             return _override(op, options, tensors)
         return run(op, function, *_checked(op, options, tensors))
+    if result is Route.DROPOUT:
+        if options.training:
+            input, residual, weight, bias, _ = tensors
+            return run(op, function, given, (input, residual, weight, bias, dropout_state(input)))
+        return run(op, function, options._replace(dropout_p=0.0), tensors)
     if result is Route.CAST:
         return run(op, function, options, _cast(tensors))
     if result is Route.RECORD or torch.onnx.is_in_onnx_export():
@@ -119,11 +127,7 @@ def _is_overridden(tensors: Tensors, options: Options) -> bool:
 def _override(op: Callable[..., Any], options: Options, tensors: Tensors) -> Any:
     """Let ``__torch_function__`` of a tensor, or of the mode that is on, take the call."""
     _ops.register_per_sample_rules()
-    values: dict[str, Any] = dict(
-        zip(("input", "residual", "weight", "bias"), tensors, strict=False)
-    )
-    values |= options._asdict()
-    values |= {"out_dtype": options.output_dtype, "residual_dtype": options.sum_dtype}
+    values: dict[str, Any] = dict(zip(_NAMES, (*options, *tensors), strict=True))
     positional, keywords = OVERRIDABLE[op.__name__]
     args = (values[name] for name in positional)
     kwargs = {name: values[name] for name in keywords}

@@ -19,12 +19,12 @@ from ._options import (
     Given,
     Gradients,
     Options,
+    Shape,
     Tensors,
     Wanted,
     backward_options,
 )
 from ._routes import OVERRIDABLE, run, run_backward, run_forward
-from .reference import Shape
 
 
 def fused_layer_norm(
@@ -444,8 +444,8 @@ def norm_to_main_grad(op: Any, module: Any, tensors: Tensors) -> Any:
         zero_centered=module.zero_centered,
         dropout_p=module.dropout_p,
         training=module.training,
-        output_dtype=module.out_dtype,
-        sum_dtype=module.residual_dtype,
+        out_dtype=module.out_dtype,
+        residual_dtype=module.residual_dtype,
         memory_efficient=module.memory_efficient,
         main_grad=True,
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ._arguments import KERNEL_DTYPES, check_eps, check_extras
+from ._options import Shape
 from .functional import (
     fused_add_layer_norm,
     fused_add_rms_norm,
@@ -21,7 +22,6 @@ from .functional import (
     fused_rms_norm,
     norm_to_main_grad,
 )
-from .reference import Shape
 
 # In the __dict__ of a module that convert changed: its class before.
 CONVERTED = "_class_before_convert"

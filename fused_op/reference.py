@@ -9,7 +9,7 @@ its third derivatives are wrong.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ._options import (
     BackwardTensors,
     Gradients,
     Norm,
+    Shape,
     Wanted,
     compute_dtype,
     default_ndim,
@@ -27,7 +28,6 @@ from ._options import (
 )
 from ._philox import dropout_state, keep_mask, keep_scale
 
-Shape = int | Sequence[int]
 # norm, x, how many dimensions are normalised, what they are multiplied by, what is added, eps
 Normalize = Callable[[Norm, Tensor, int, Tensor | None, Tensor | None, float], Tensor]
 

@@ -94,11 +94,11 @@ forward(dropout_p=0.5, rng_state=torch.ones(2))
     RuntimeError: dropout needs an rng_state
 forward(dropout_p=0.5, rng_state=torch.ones(3, dtype=torch.int64))
     RuntimeError: dropout needs an rng_state
-forward(output_dtype=torch.float64)
+forward(out_dtype=torch.float64)
     RuntimeError: out_dtype must be Float, Half or BFloat16 for input of Float, got Double
-forward(output_dtype=torch.int8)
+forward(out_dtype=torch.int8)
     RuntimeError: out_dtype must be Float, Half or BFloat16 for input of Float, got Char
-forward(residual=X, sum_dtype=torch.float16)
+forward(residual=X, residual_dtype=torch.float16)
     RuntimeError: residual_dtype must be the dtype of residual, Float, got Half
 backward(norm="rms_norm", stats=STATS[:1])
     RuntimeError: rms_norm has no bias

@@ -22,7 +22,7 @@ ALLOWED = {  # the first pattern that fits a file holds
     "dispatcher.cpp": r"(checks|dispatcher)\.h|ATen/core/|torch/",
     "fused_op.cpp": r"(checks|fused_op|kernel_tools|python_arguments|routing)\.h|torch/",
     "python_arguments.cpp": r"(checks|python_arguments|routing)\.h|ATen/|torch/",
-    "python_arguments.h": r"fused_op\.h|pybind11/",
+    "python_arguments.h": r"(fused_op|routing)\.h|pybind11/",
     "kernel_tools.*": r"kernel_tools\.h|cuda/(call_plan|compile|kernel_files|kernels)\.h|pybind11/",
     "*": r"(backend|checks|fused_op|kernel_arguments)\.h|core/|(ATen|c10)/(?!cuda)",
 }

@@ -82,19 +82,33 @@ def test_what_is_unusual_is_checked_in_python_first():
         given = {"norm": "rms_norm", "eps": 1e-5} | options
         return fused_op_cuda.norm((tensor, None, None, None, None), Options(**given))
 
-    for usual in ({}, {"eps": None}, {"normalized_shape": (6,)}, {"training": False}):
-        assert isinstance(result(**usual), torch.Tensor)
+    for usual in (
+        *({}, {"eps": None}, {"eps": 0}, {"training": False}, {"out_dtype": torch.bfloat16}),
+        *({"normalized_shape": shape} for shape in (6, (6,), [6], x.shape)),
+    ):
+        assert isinstance(result(**usual), torch.Tensor), usual
+    for usual in ({"dropout_p": 0.5}, {"dropout_p": 1.0, "training": False}):
+        assert result(**usual) is Route.DROPOUT, usual
     for unusual in (
-        *({"eps": 1}, {"eps": None, "norm": "layer_norm"}, {"zero_centered": 1}, {"training": 1}),
-        *({"dropout_p": 0.5}, {"dropout_p": 0}, {"dropout_p": -0.5}, {"memory_efficient": None}),
-        *({"output_dtype": "f16"}, {"sum_dtype": 0}, {"normalized_shape": 6}),
-        *({"normalized_shape": shape} for shape in ([6], (), (5,), (4.0,), (2**70,), (1, 4, 6))),
+        *(
+            {"eps": True},
+            {"eps": 10**400},
+            {"eps": None, "norm": "layer_norm"},
+            {"zero_centered": 1},
+            {"training": 1},
+        ),
+        *({"dropout_p": 0}, {"dropout_p": -0.5}, {"dropout_p": 1.5}, {"dropout_p": float("nan")}),
+        *({"dropout_p": 0.5, "memory_efficient": True}, {"memory_efficient": None}),
+        *({"out_dtype": "f16"}, {"residual_dtype": 0}),
+        *({"normalized_shape": s} for s in ((), [], 5, (5,), (6.0,), True, (2**70,), (1, 4, 6))),
         *({"tensor": x.as_subclass(Subclass)}, {"tensor": [1.0]}),
     ):
         assert result(**unusual) is Route.CHECK, unusual
     with Functions():
         assert result() is Route.CHECK
     assert isinstance(result(x.as_subclass(Subclass), is_checked=True), torch.Tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert isinstance(result(x.as_subclass(Subclass)), torch.Tensor)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5])

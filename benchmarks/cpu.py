@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 WIDTHS = (1, 3, 17, 64, 100, 255, 768, 1023, 1024, 4096, 8192, 65536)
 ELEMENTS = (1 << 16, 1 << 20)  # of a call; the time of a small one is that of the host
 MOST_ROWS = 100_000
-ROUNDS = 7
+ROUNDS = 5
 
 
 def shapes_of(elements: int, widths: tuple[int, ...] = WIDTHS) -> list[tuple[int, int]]:
@@ -61,7 +61,7 @@ def measure(
                 for dtype in DTYPES:
                     for count in elements:
                         shapes = shapes_of(count, widths)
-                        iterations = 10 if count < 1 << 18 else 2
+                        iterations = 5 if count < 1 << 18 else 2
                         found = run_eager(
                             shapes, op, dtype, device, rounds=rounds, iterations=iterations
                         )

@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 WIDTHS = (1, 3, 17, 64, 100, 255, 768, 1023, 1024, 4096, 8192, 65536)
 ELEMENTS = (1 << 16, 1 << 20)  # of a call; the time of a small one is that of the host
 MOST_ROWS = 100_000
-ROUNDS = 7
+ROUNDS = 5
 
 
 def shapes_of(elements: int, widths: tuple[int, ...] = WIDTHS) -> list[tuple[int, int]]:
@@ -48,20 +49,21 @@ def measure(
     elements: tuple[int, ...] = ELEMENTS,
     widths: tuple[int, ...] = WIDTHS,
     rounds: int = ROUNDS,
+    threads_of: Sequence[int] = (),
 ) -> list[Any]:
-    """Rows of `run_eager`, for each number of threads."""
+    """Rows of `run_eager`, for each number of threads: by default one, and all."""
     keep_freed_memory()
     every = torch.get_num_threads()
     device = torch.device("cpu")
     rows = []
     try:
-        for threads in sorted({1, every}):
+        for threads in threads_of or sorted({1, every}):
             torch.set_num_threads(threads)
             for op in OPS:
                 for dtype in DTYPES:
                     for count in elements:
                         shapes = shapes_of(count, widths)
-                        iterations = 10 if count < 1 << 18 else 2
+                        iterations = 5 if count < 1 << 18 else 2
                         found = run_eager(
                             shapes, op, dtype, device, rounds=rounds, iterations=iterations
                         )
@@ -77,7 +79,7 @@ def speedup(row: Any) -> float:
 
 
 def table(rows: list[Any]) -> str:
-    """PyTorch's time over ours by width: with one thread, and with all of them."""
+    """PyTorch's time over ours by width, for each number of threads."""
     cells: dict[tuple[Any, ...], dict[int, list[str]]] = {}
     for row in rows:
         key = (row["op"], row["dtype"], row["mode"], row["elements"])
@@ -104,11 +106,12 @@ def table(rows: list[Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__)
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--threads", type=int, nargs="*", default=(), help="default: one, and all")
     options = parser.parse_args()
     device = torch.device("cpu")
     result = {
         "environment": report.environment(device, PEERS[:2], shlex.join(sys.orig_argv)),
-        "rows": measure(),
+        "rows": measure(threads_of=options.threads),
     }
     report.write_json(options.json, result)
     print(table(result["rows"]))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import docs_table, readme_table
+from benchmarks import cpu, docs_table, readme_table
 from fused_op.__main__ import covers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,17 +105,14 @@ def test_lessons_of_the_compiler_still_hold() -> None:
     assert not any(pair.is_loss for pair in found), "the compiler is ahead somewhere"
 
 
-def test_cpu_backend_is_still_slower() -> None:
+def test_cpu_backend_is_mostly_faster() -> None:
     """Catches what the pages say of the CPU backend, when a new result says otherwise."""
     path = readme_table.newest_in(docs_table.CPU, "cpu")
     assert path is not None
     rows = json.loads(path.read_text())["rows"]
-    ratios = [
-        min(row["custom_rounds_us"]) / min(row["pytorch_rounds_us"])
-        for row in rows
-        if row["op"] == "layer_norm"
-    ]
-    assert min(ratios) > 2, "PyTorch's layer norm is no longer several times faster on a CPU"
+    slower = [row["op"] for row in rows if cpu.speedup(row) < 1]
+    assert len(slower) < len(rows) / 10, "PyTorch's norms are faster more often than the pages say"
+    assert set(slower) == {"layer_norm"}, "the pages say that only PyTorch's layer norm is faster"
 
 
 def gpus() -> list[tuple[str, str, str]]:

@@ -194,8 +194,8 @@ _EXTRA = (
     *(Case("rms_norm", "bfloat16", rows_for(cols), cols) for cols in (128, 1024, 4096, 8192)),
 )
 
-# Widths between the usual ones: rows of whole vectors that are no power of two of them, and rows that
-# begin anywhere. Its result has a file of its own.
+# Widths between the usual ones: rows of whole vectors that are no power of two of them, and rows
+# that begin anywhere. Its result has a file of its own.
 _EVEN_WIDTHS = (
     *(32, 40, 72, 96, 144, 200, 288, 320, 392, 576, 704, 880, 1088, 1152, 1280, 1544, 1920),
     *(2304, 2880, 3200, 3584, 4608, 5000, 5632, 6656, 7680, 8200, 9216, 11008, 12888, 13824),

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "checks.h"
-#include "kernel_error.h"
+#include "core/kernel_error.h"
 #include "routing.h"
 
 namespace fused_op {

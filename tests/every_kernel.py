@@ -124,6 +124,7 @@ def widths(pair: Pair) -> list[int]:
         found |= {even, even + 1, even - 2, even + vector // 2}
         count = max(count + 1, count * 1.02)
     # Whole tiles of the core table.
+    found |= {2**n - 1 for n in range(5, 13)}  # an odd row whose units fill its lanes
     found |= {
         warps * 32 * per_lane * vector // 2 for warps in range(1, 17) for per_lane in (2, 3, 4)
     }
@@ -160,7 +161,7 @@ def candidates(pair: Pair, gpu: Gpu, portable: bool) -> dict[Trait, tuple[int, C
         for variant in variants(pair):
             # Both norms have the same tiles, but for some of short rows and of the core table's.
             one = cols % 7 % 2 == NORMS.index(variant.op)
-            if one and cols >= SHORT and cols % 32 != 0:
+            if one and cols >= SHORT and cols % 32 not in (0, 31):
                 continue
             if types != (types := (variant.residual, variant.out_dtype)):  # options change little
                 counts = row_counts(replace(variant, cols=cols), gpu)
@@ -301,7 +302,8 @@ def run_constant(op: Op, pair: Pair, cols: int, rows: int = 8) -> None:
 def run_heads(cls: type, pair: Pair, cols: int) -> None:
     """Heads of a packed tensor, and main_grad."""
     packed = rows_at(2 * 9 * 3 * 4, cols, pair.rows).view(2, 9, 3, 4, cols)
-    norm = cls(cols, dtype=pair.params, device="cuda", fuse_wgrad_accumulation=True)
+    adds = pair.rows != F64  # to a main_grad, which is float32
+    norm = cls(cols, dtype=pair.params, device="cuda", fuse_wgrad_accumulation=adds)
     for parameter in norm.parameters():
         block = 16 // parameter.dtype.itemsize
         parameter.data = rows_at(1, -(-cols // block) * block, parameter.dtype).view(-1)[:cols]

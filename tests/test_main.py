@@ -71,7 +71,7 @@ def with_one_changed(name, index, change):
     ],
 )
 @pytest.mark.parametrize("wrong", ["percents", "one element", "NaN"])
-def test_a_wrong_result_fails(binding, index, named, wrong, monkeypatch, device):
+def test_a_wrong_result_fails(binding, index, named, wrong, monkeypatch, device, in_python):
     """Catches a tolerance that lets a wrong kernel pass, in any result and for any dtype."""
 
     def change(t):

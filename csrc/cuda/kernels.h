@@ -12,10 +12,10 @@
 #include <functional>
 #include <string>
 
+#include "core/kernel_error.h"
 #include "cuda/compile.h"
 #include "cuda/device_info.h"
 #include "cuda/kernel_files.h"
-#include "kernel_error.h"
 
 namespace fused_op::cuda {
 

@@ -159,8 +159,8 @@ def test_distinct_shapes(op, device):
     """A cache by shape would grow with each of them."""
     data = torch.randn(2, 1 << 15, device=device)
 
-    # On a GPU each width has a kernel. The warm-up sees every width, and most sizes, of which the heap
-    # keeps some.
+    # On a GPU each width has a kernel. The warm-up sees every width, and most sizes: the heap keeps
+    # some of what they took.
     def work(i):
         rows, cols = 1 + i % 331, 65 + i % 24
         x, y = (t[: rows * cols].view(rows, cols).requires_grad_() for t in data)

@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kPieceThreads, 1)
   using A = typename Op::A;
   constexpr int kStages = Tile::kStages;
   constexpr int kSlots = 4;
-  alignas(128) extern __shared__ uint4 shared[];
+  alignas(kStagedAlignment) extern __shared__ uint4 shared[];
   __shared__ PullbackSums<A> warp_sums[2][kPieceThreads / kWarpSize];
   __shared__ alignas(kVectorBytes) PullbackSums<A> piece_sums[kSlots * kMostCluster];
   __shared__ std::uint64_t arrivals[kSlots];

@@ -408,7 +408,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
                     Op::Norm::kGrads * Tile::kWarpCols * static_cast<int>(sizeof(typename Op::A)),
                 "two rows in flight leave room for the column sums");
   static_assert(Tile::kWarpCols * sizeof(typename Op::A) % kVectorBytes == 0);
-  alignas(128) extern __shared__ uint4 shared[];
+  alignas(kStagedAlignment) extern __shared__ uint4 shared[];
   const int width = Tile::kWidth > 0 ? Tile::kWidth : static_cast<int>(args.cols);
   const BackwardPlace place = backward_place<Tile>();
   const std::int64_t first_row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + place.team;

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   __shared__ std::uint64_t copied[Tile::kThreads / kWarpSize * kInTurnStages];
   alignas(16) __shared__ WarpMoments<A> slots[kInTurnSlots * kMaxSlots];
   static_assert(sizeof(arrivals) + sizeof(copied) + sizeof(slots) <= kInTurnOwn);
-  alignas(128) extern __shared__ uint4 shared[];
+  alignas(kStagedAlignment) extern __shared__ uint4 shared[];
   const std::int64_t first_row = cluster_id();
   const ClusterExchange<WarpMoments<A>, kInTurnSlots> exchange{
       slots, arrivals, row_parts, ctas, cluster_rows(args.rows, first_row, clusters)};

@@ -87,3 +87,17 @@ def test_a_row_alone_has_the_bits_that_it_has_beside_others(dtype, cols):
     for part in (slice(0, 1), slice(1, 2), slice(rows - 1, rows), slice(1, 4)):
         for ours, expected in zip(results(part), whole, strict=True):
             assert torch.equal(ours, expected[part])
+
+
+@pytest.mark.parametrize("norm", [fused_layer_norm, fused_rms_norm])
+@pytest.mark.parametrize("cols", [2, 6, 8, 17, 64, 300, 1024])
+def test_rounding_is_that_of_few_operations(norm, cols):
+    """Catches a mean taken without its rest, where it is a few deviations: that costs a bit of y,
+    and no bound of another test notices."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(360, cols).sin(), torch.randn(cols).exp()
+    x[::3] += 2
+    expected = norm(x.double(), weight.double(), eps=1e-5)
+    error = (norm(x, weight, eps=1e-5).double() - expected).abs().max() / expected.abs().max()
+    # Half a unit of the result, and some more of x - mean, rstd and the product with the weight.
+    assert error < 2.5 * torch.finfo(torch.float32).eps

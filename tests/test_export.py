@@ -74,9 +74,12 @@ def test_inductor_fuses_around_it(op, device):
 
     args = arguments(op, requires_grad=True, device=device)
     result, expected = torch.compile(block, fullgraph=True)(*args), block(*args)
-    assert_same(result, expected)
+    # Its sin and exp differ from eager ones in the last bit, which cos of large values multiplies:
+    # up to 3e-4 over 200 seeds. Wrong strides are off by 1.
+    loose = {"rtol": 1e-3, "atol": 1e-3}
+    assert_same(result, expected, **loose)
     wanted = torch.autograd.grad(loss(expected), args)
-    assert_same(torch.autograd.grad(loss(result), args), wanted)
+    assert_same(torch.autograd.grad(loss(result), args), wanted, **loose)
 
 
 class Model(nn.Module):

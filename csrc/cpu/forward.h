@@ -35,8 +35,8 @@ template <int kLanes, typename Norm, typename A>
 FUSED_OP_CPU_INLINE void affine(const A* x, const A* weight, const A* bias,
                                 const Normalizer<A>& normalizer, std::int64_t cols, A* y,
                                 const A* next) {
-  if (is_plain(normalizer)) {
-    const Normalizer<A> plain = plain_normalizer(normalizer.mean, normalizer.rstd);
+  if (normalizer.scale == A(1)) {  // where the compiler sees it, it costs nothing
+    const Normalizer<A> plain{A(1), normalizer.mean, normalizer.shift, normalizer.rstd};
     affine_packs<kLanes, Norm>(x, weight, bias, plain, cols, y, next);
   } else {
     affine_packs<kLanes, Norm>(x, weight, bias, normalizer, cols, y, next);
@@ -47,16 +47,16 @@ FUSED_OP_CPU_INLINE void affine(const A* x, const A* weight, const A* bias,
 template <int kCols, typename Norm, typename A>
 FUSED_OP_CPU_INLINE void affine_rows(const A* __restrict x, const A* __restrict weight,
                                      const A* __restrict bias, const A* __restrict mean,
-                                     const A* __restrict rstd, std::int64_t rows, A* __restrict y) {
+                                     const A* __restrict shift, const A* __restrict rstd,
+                                     std::int64_t rows, A* __restrict y) {
   A weights[kCols], biases[kCols];
   std::copy_n(weight, kCols, weights);
   std::copy_n(bias, Norm::kCentered ? kCols : 0, biases);
 #pragma omp simd
   for (std::int64_t r = 0; r < rows; ++r) {
-    const A row_mean = mean[r];
-    const A row_rstd = rstd[r];
+    const Normalizer<A> normalizer{A(1), mean[r], shift[r], rstd[r]};
     for (int c = 0; c < kCols; ++c) {
-      const A xhat = Norm::normalized(x[r * kCols + c], plain_normalizer(row_mean, row_rstd));
+      const A xhat = Norm::normalized(x[r * kCols + c], normalizer);
       y[r * kCols + c] =
           Norm::kCentered ? multiply_add(xhat, weights[c], biases[c]) : xhat * weights[c];
     }
@@ -125,31 +125,28 @@ class Forward {
   }
 
   // Two passes: Σ(x - mean)² has no cancellation where |mean| >> deviation, unlike Σx² - mean².
-  // With `refined`, a pass more for the mean.
-  Moments<A> careful_moments(std::int64_t row, const A* values, A scale, bool refined) {
-    const auto cols = static_cast<double>(cols_);
-    Moments<A> found{};
-    for (int i = 0; Norm::kCentered && i < (refined ? 2 : 1); ++i) {
-      found.mean += static_cast<A>(pass<true, false>(row, values, scale, found.mean).sum / cols);
+  // Here with a pass more for the mean.
+  Moments<A> refined_moments(std::int64_t row, const A* values, A scale) {
+    A mean = A(0);
+    for (int i = 0; Norm::kCentered && i < 2; ++i) {
+      mean += static_cast<A>(pass<true, false>(row, values, scale, mean).sum / double_cols_);
     }
-    const Totals totals = pass<Norm::kCentered, true>(row, values, scale, found.mean);
-    const double rest = totals.sum / cols;
-    found.rest = static_cast<A>(rest);
-    found.second = static_cast<A>(totals.squares - rest * rest * cols);
-    return found;
+    return moments_of(mean, pass<Norm::kCentered, true>(row, values, scale, mean));
+  }
+  Moments<A> moments_of(A mean, const Totals& totals) const {
+    const double rest = totals.sum / double_cols_;
+    const double second = totals.squares - rest * rest * double_cols_;
+    return {mean, static_cast<A>(rest), static_cast<A>(second)};
   }
 
-  // Of a row that needs care: its statistics once more, with the rest of the mean.
+  // Of a row whose moments are not to be trusted.
   __attribute__((noinline)) Normalizer<A> careful_normalizer(std::int64_t row, const A* values) {
     A scale = A(1);
-    Moments<A> found = careful_moments(row, values, scale, false);
-    if (!trusted(found, static_cast<A>(cols_))) {
-      found = careful_moments(row, values, scale, true);
-      if (overflowed(found)) {
-        scale = Limits<A>::kScale;
-        found = careful_moments(row, values, scale, true);
-        unscale(found, scale);
-      }
+    Moments<A> found = refined_moments(row, values, scale);
+    if (overflowed(found)) {
+      scale = Limits<A>::kScale;
+      found = refined_moments(row, values, scale);
+      unscale(found, scale);
     }
     const Normalizer<A> result = Norm::normalizer(found, scale, inverse_cols_, eps_);
     if (args_.stats != nullptr) {
@@ -158,53 +155,74 @@ class Forward {
     return result;
   }
 
-  // Up to four deviations the rounding of the mean is no larger than that of x̂.
-  FUSED_OP_CPU_INLINE bool needs_care(A mean, A second) const {  // without branches
-    const bool is_far = A(16) * second < care_cols_ * mean * mean;
+  // !trusted(), without branches.
+  FUSED_OP_CPU_INLINE bool needs_care(A mean, A second) const {
+    const bool is_far = !(second >= care_cols_ * mean * mean * Limits<A>::kMeanRounding);
     return static_cast<int>(is_far) | static_cast<int>(!(second <= Limits<A>::kLargest));
   }
 
-  // The means of the rows of a tile, and the sums of their squared deviations.
+  void put(std::int64_t r, const Moments<A>& found) {
+    mean_[r] = found.mean;
+    rest_[r] = found.rest;
+    second_[r] = found.second;
+  }
+
+  // The moments of the rows of a tile, in passes over all of them: no row waits for its own sums.
   void measure(const View<A>& x, std::int64_t rows) {
-    const auto cols = static_cast<double>(cols_);
-    std::fill_n(mean_, Norm::kCentered ? 0 : rows, A(0));
     if constexpr (kCols > 0) {
-      measure_rows(x.first, rows, mean_, second_);
+      measure_rows(x.first, rows, mean_, rest_, second_);
       return;
     }
-    double sums[kTileRows];
-    for (std::int64_t r = 0; Norm::kCentered && r < rows; ++r) {
-      Totals totals;
-      add_deviations<kLanes, true, false>(x.row(r), cols_, A(1), A(0), totals);
-      sums[r] = totals.sum;
-    }
+    double sums[kTileRows], squares[kTileRows];
+    if (Norm::kCentered) {
+      for (std::int64_t r = 0; r < rows; ++r) {
+        Totals totals;
+        add_deviations<kLanes, true, false>(x.row(r), cols_, A(1), A(0), totals);
+        sums[r] = totals.sum;
+      }
 #pragma omp simd
-    for (std::int64_t r = 0; r < (Norm::kCentered ? rows : 0); ++r) {
-      mean_[r] = static_cast<A>(sums[r] / cols);
+      for (std::int64_t r = 0; r < rows; ++r) {
+        mean_[r] = static_cast<A>(sums[r] / double_cols_);
+      }
+    } else {
+      std::fill_n(mean_, rows, A(0));
     }
     for (std::int64_t r = 0; r < rows; ++r) {
       Totals totals;
-      add_deviations<kLanes, false, true>(x.row(r), cols_, A(1), mean_[r], totals);
-      second_[r] = static_cast<A>(totals.squares);
+      add_deviations<kLanes, Norm::kCentered, true>(x.row(r), cols_, A(1), mean_[r], totals);
+      sums[r] = totals.sum;
+      squares[r] = totals.squares;
+    }
+#pragma omp simd
+    for (std::int64_t r = 0; r < rows; ++r) {
+      const double rest = sums[r] / double_cols_;
+      rest_[r] = static_cast<A>(rest);
+      second_[r] = static_cast<A>(squares[r] - rest * rest * double_cols_);
     }
   }
   static void measure_rows(const A* __restrict x, std::int64_t rows, A* __restrict mean,
-                           A* __restrict second) {
+                           A* __restrict rest, A* __restrict second) {
 #pragma omp simd
     for (std::int64_t r = 0; r < rows; ++r) {
+      A row_mean = A(0);
       if (Norm::kCentered) {
         double sum = 0;
         for (int c = 0; c < kCols; ++c) {
           sum += static_cast<double>(x[r * kCols + c]);
         }
-        mean[r] = static_cast<A>(sum / kCols);
+        row_mean = static_cast<A>(sum / kCols);
       }
+      A deviations = A(0);
       A squares = A(0);
       for (int c = 0; c < kCols; ++c) {
-        const A deviation = x[r * kCols + c] - mean[r];
+        const A deviation = x[r * kCols + c] - row_mean;
+        deviations += deviation;
         squares += deviation * deviation;
       }
-      second[r] = squares;
+      const A row_rest = Norm::kCentered ? deviations / A(kCols) : A(0);
+      mean[r] = row_mean;
+      rest[r] = row_rest;
+      second[r] = squares - row_rest * row_rest * A(kCols);
     }
   }
 
@@ -213,8 +231,10 @@ class Forward {
     int careful = 0;
 #pragma omp simd reduction(+ : careful)
     for (std::int64_t r = 0; r < tile.rows; ++r) {
-      const Moments<A> found{mean_[r], A(0), second_[r]};
-      rstd_[r] = Norm::normalizer(found, A(1), inverse_cols_, eps_).rstd;
+      const Moments<A> found{mean_[r], rest_[r], second_[r]};
+      const Normalizer<A> normalizer = Norm::normalizer(found, A(1), inverse_cols_, eps_);
+      shift_[r] = normalizer.shift;
+      rstd_[r] = normalizer.rstd;
       careful += static_cast<int>(needs_care(mean_[r], second_[r]));
     }
     if (args_.stats != nullptr) {
@@ -223,11 +243,14 @@ class Forward {
       const std::int64_t first = tile.row;
 #pragma omp simd
       for (std::int64_t r = 0; r < tile.rows; ++r) {
-        const Moments<A> found{mean_[r], A(0), second_[r]};
-        Norm::save(plain_normalizer(mean_[r], rstd_[r]), found, stats, first + r, all_rows);
+        const Moments<A> found{mean_[r], rest_[r], second_[r]};
+        Norm::save(normalizer_of(r), found, stats, first + r, all_rows);
       }
     }
     return careful;
+  }
+  FUSED_OP_CPU_INLINE Normalizer<A> normalizer_of(std::int64_t r) const {
+    return {A(1), mean_[r], shift_[r], rstd_[r]};
   }
 
   A* output_of(const Tile& tile) const {
@@ -251,18 +274,33 @@ class Forward {
     int careful = normalize(tile);
     A* const output = output_of(tile);
     if constexpr (kCols > 0) {
-      affine_rows<kCols, Norm>(x.first, weight_.values(), bias_.values(), mean_, rstd_, tile.rows,
-                               output);
+      affine_rows<kCols, Norm>(x.first, weight_.values(), bias_.values(), mean_, shift_, rstd_,
+                               tile.rows, output);
     }
     for (std::int64_t r = 0; (kCols == 0 || careful > 0) && r < tile.rows; ++r) {
-      Normalizer<A> normalizer = plain_normalizer(mean_[r], rstd_[r]);
+      Normalizer<A> normalizer = normalizer_of(r);
       if (careful > 0 && needs_care(mean_[r], second_[r])) {
         normalizer = careful_normalizer(tile.row + r, x.row(r));
       }
-      affine<kLanes, Norm>(x.row(r), weight_.values(), bias_.values(), normalizer, cols_,
-                           output + r * cols_, x.row(r + tile.rows));
+      if (cols_ > kTileCols) {
+        write_row(tile.row + r, x.row(r), normalizer);
+      } else {
+        affine<kLanes, Norm>(x.row(r), weight_.values(), bias_.values(), normalizer, cols_,
+                             output + r * cols_, x.row(r + tile.rows));
+      }
     }
-    finish(tile);
+    if (cols_ <= kTileCols) {
+      finish(tile);
+    }
+  }
+  void write_row(std::int64_t row, const A* x, const Normalizer<A>& normalizer) {
+    for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
+      count = piece(col, cols_, kTileCols);
+      const Tile part{row, 1, col, count};
+      affine<kLanes, Norm>(x + col, weight_.values() + col, bias_.values() + col, normalizer, count,
+                           output_of(part), x + cols_ + col);
+      finish(part);
+    }
   }
 
   // In parts, which are read again for each pass.
@@ -272,16 +310,13 @@ class Forward {
       add_residual({row, 1, col, count});
     }
     const A* const values = lies_ready<A>(source_) ? read({row, 1, 0, cols_}).first : nullptr;
+    A mean = A(0);
     if (Norm::kCentered) {
-      const double sum = pass<true, false>(row, values, A(1), A(0)).sum;
-      mean_[0] = static_cast<A>(sum / static_cast<double>(cols_));
-    } else {
-      mean_[0] = A(0);
+      mean = static_cast<A>(pass<true, false>(row, values, A(1), A(0)).sum / double_cols_);
     }
-    second_[0] = static_cast<A>(pass<false, true>(row, values, A(1), mean_[0]).squares);
+    put(0, moments_of(mean, pass<Norm::kCentered, true>(row, values, A(1), mean)));
     const bool careful = normalize({row, 1, 0, cols_}) > 0;
-    const Normalizer<A> normalizer =
-        careful ? careful_normalizer(row, values) : plain_normalizer(mean_[0], rstd_[0]);
+    const Normalizer<A> normalizer = careful ? careful_normalizer(row, values) : normalizer_of(0);
     for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
       count = piece(col, cols_, kTileCols);
       const Tile part{row, 1, col, count};
@@ -296,6 +331,7 @@ class Forward {
   const std::int64_t cols_;
   const ConstRows source_;  // of what is normalised
   const bool drops_output_;
+  const double double_cols_ = static_cast<double>(cols_);
   const A inverse_cols_ = A(1) / static_cast<A>(cols_);
   // The mean of a row of one column is exact.
   const A care_cols_ = cols_ == 1 ? A(0) : static_cast<A>(cols_);
@@ -305,7 +341,8 @@ class Forward {
   A* const x_ = tile_buffer<A>(0);
   A* const y_ = tile_buffer<A>(1);
   A* const sum_ = tile_buffer<A>(2);
-  A mean_[kTileRows], second_[kTileRows], rstd_[kTileRows];  // of a tile
+  // Of the rows of a tile.
+  A mean_[kTileRows], rest_[kTileRows], second_[kTileRows], shift_[kTileRows], rstd_[kTileRows];
 };
 
 inline void forward(const NormForwardArgs& args, std::int64_t first_row, std::int64_t last_row) {

@@ -15,7 +15,7 @@ inline std::int64_t piece(std::int64_t first, std::int64_t last, std::int64_t si
 }
 
 // Longer rows than a tile are read in parts.
-inline bool is_long(std::int64_t cols) { return piece(0, cols, kTileCols) < cols; }
+inline bool is_long(std::int64_t cols) { return cols > kWholeCols; }
 
 inline std::int64_t rows_of_tile(std::int64_t cols) {
   return std::clamp<std::int64_t>(kTileElements / cols, 1, kTileRows);

@@ -44,6 +44,7 @@ __device__ __forceinline__ std::uint64_t evict_last() {
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+
 // Where rows are staged in shared memory: us of backward at an odd multiple of 16 bytes and at one
 // of 128, 125 104 at 5957x11264, 129 107 at 5041x13312 (H200, bf16, LayerNorm).
 constexpr int kStagedAlignment = 128;

@@ -105,14 +105,15 @@ def test_lessons_of_the_compiler_still_hold() -> None:
     assert not any(pair.is_loss for pair in found), "the compiler is ahead somewhere"
 
 
-def test_cpu_backend_is_mostly_faster() -> None:
+def test_cpu_backend_is_faster_in_four_of_five_layer_norms() -> None:
     """Catches what the pages say of the CPU backend, when a new result says otherwise."""
     path = readme_table.newest_in(docs_table.CPU, "cpu")
     assert path is not None
     rows = json.loads(path.read_text())["rows"]
     slower = [row["op"] for row in rows if cpu.speedup(row) < 1]
-    assert len(slower) < len(rows) / 10, "PyTorch's norms are faster more often than the pages say"
     assert set(slower) == {"layer_norm"}, "the pages say that only PyTorch's layer norm is faster"
+    share = len(slower) / sum(row["op"] == "layer_norm" for row in rows)
+    assert 0.1 < share < 0.25, "the pages say that PyTorch's layer norm is faster in one of five"
 
 
 def gpus() -> list[tuple[str, str, str]]:

@@ -27,6 +27,7 @@ class _BuildInfo(TypedDict):
     source_hash: str  # of fused_op/_source_hash.py
 
 def build_info() -> _BuildInfo: ...
+def cpu_level() -> str: ...  # "default", "avx2" or "avx512"
 
 # A CUDA kernel that cannot be had: it is not in the core table, and there is no compiler.
 class KernelError(RuntimeError): ...
@@ -62,6 +63,11 @@ def open_disabled_block() -> None: ...
 def close_disabled_block() -> None: ...
 def dropout_state(input: Tensor, /) -> Tensor: ...
 
+# PyTorch's own norms: csrc/torch_override.h.
+def override_torch() -> list[str]: ...
+def restore_torch() -> None: ...
+def override_counts() -> tuple[dict[str, int], dict[str, int]]: ...
+
 # Kernels that are compiled at their first use: csrc/kernel_tools.h.
 class _CacheInfo(TypedDict):
     folder: str  # "" where there is none
@@ -89,6 +95,7 @@ def _plan(
     residual: str,  # "" without one
     parameters: str,
     output: str,
+    rounding: str,
     dropout: bool,
     memory_efficient: bool,
     aligned: bool,

@@ -12,6 +12,7 @@ Environment variables:
     DEBUG=1               unoptimised, with symbols, for gdb and cuda-gdb (slow, and kernels spill)
     SANITIZE=1            with AddressSanitizer and UndefinedBehaviorSanitizer, for .ci/sanitize
     FUSED_OP_STRICT=1     warnings are errors; for TORCH_CUDA_ARCH_LIST=9.0 so is a register spill
+    FUSED_OP_REPOSITORY   address of the repository, for the metadata of a release
 
 After `pip install -e .`, `python setup.py build_ext --inplace` compiles again what has changed.
 
@@ -184,6 +185,16 @@ def compile_flags(archs: str) -> dict[str, list[str]]:
     return {"cxx": cxx, "nvcc": nvcc}
 
 
+def link_flags() -> list[str]:
+    # Where the compiler links libstdc++ statically, its symbols stay inside the module: mixed with
+    # torch's, the first number printed into an error message would crash.
+    flags = ["-Wl,--exclude-libs,ALL"]
+    if SANITIZE:
+        return flags + SANITIZERS
+    # The names of functions that nobody calls from outside are a tenth of the module.
+    return flags if DEBUG or LINEINFO else [*flags, "-Wl,--strip-all"]
+
+
 def extension(cuda: Cuda | None, no_cuda_reason: str) -> Extension:
     has_nvcc = cuda is not None and cuda.home is not None
     archs = cuda_archs(cuda.home) if has_nvcc else ""
@@ -218,9 +229,7 @@ def extension(cuda: Cuda | None, no_cuda_reason: str) -> Extension:
         ],
         define_macros=[(name, json.dumps(value)) for name, value in macros.items()],
         extra_compile_args=compile_flags(archs),
-        # Where the compiler links libstdc++ statically, its symbols stay inside the module: mixed
-        # with torch's, the first number printed into an error message would crash.
-        extra_link_args=["-Wl,--exclude-libs,ALL", *(SANITIZERS if SANITIZE else [])],
+        extra_link_args=link_flags(),
     )
     if cuda and not has_nvcc:  # CUDAExtension insists on a toolkit
         ext.include_dirs += map(str, cuda.include_dirs)
@@ -233,16 +242,39 @@ def extension(cuda: Cuda | None, no_cuda_reason: str) -> Extension:
     return ext
 
 
-def local_version(cuda: Cuda | None) -> str:
-    """What tells wheels of one version apart, e.g. "+cu130torch2.14".
+def local_version(cuda: Cuda | None, released: bool = False) -> str:
+    """What tells wheels of one version apart, e.g. "+cu130torch2.14"; always in a released wheel.
 
     A source distribution has none. Neither has what is built from one: to pip, a wheel of another
     version than the file that it came from is a mistake of the package.
     """
-    if "sdist" in sys.argv or (ROOT / "PKG-INFO").exists():
+    if not released and ("sdist" in sys.argv or (ROOT / "PKG-INFO").exists()):
         return ""
     backend = f"cu{torch.version.cuda.replace('.', '')}" if cuda else "cpu"
     return f"+{backend}torch{TORCH_MINOR}"
+
+
+def metadata(repository: str) -> dict[str, object]:
+    """The README and the URLs of the package; with an address, links in the README lead there."""
+    text, urls = (ROOT / "README.md").read_text("utf-8"), {}
+    if repository:
+
+        def absolute(match: re.Match[str]) -> str:
+            kind = "raw" if match[1].startswith("!") else "blob"  # an image, or a page
+            return f"{match[1]}{repository}/{kind}/v{VERSION}/"
+
+        text = re.sub(r"(!?\[[^]]*\]\()(?!https?:|#)", absolute, text)
+        urls = {
+            "Source": repository,
+            "Documentation": f"{repository}/blob/v{VERSION}/docs/index.md",
+            "Changelog": f"{repository}/blob/v{VERSION}/CHANGELOG.md",
+            "Issues": f"{repository}/issues",
+        }
+    return {
+        "long_description": text,
+        "long_description_content_type": "text/markdown",
+        "project_urls": urls,
+    }
 
 
 def build_command() -> type:
@@ -326,7 +358,10 @@ def write_if_new(path: Path, text: str) -> str:
 
 if __name__ == "__main__":
     cuda, no_cuda_reason = cuda_support()
+    wheel = f"fused_op=={VERSION}{local_version(cuda, released=True)}"
+    print(f"fused_op: building from source. A release has it compiled as {wheel}.", flush=True)
     setup(
+        **metadata(os.environ.get("FUSED_OP_REPOSITORY", "")),
         version=VERSION + local_version(cuda),
         ext_modules=[extension(cuda, no_cuda_reason)],
         cmdclass={"build_ext": build_command()},

@@ -1,6 +1,6 @@
-"""Compiles a kernel file for sm_90 and asserts what its speed rests on: registers, and no spill.
+"""Compiles kernel files for sm_90 and asserts what their speed rests on: registers, and no spill.
 
-    python .ci/kernel_limits.py csrc/cuda/core_bf16.cu
+    python .ci/kernel_limits.py csrc/cuda/core_bf16*.cu
 
 A multiprocessor has 65536 registers: a kernel above its limit runs with fewer threads at a time
 than csrc/cuda/core_table.h counts on, and a spill adds memory traffic to its own. Prints the most
@@ -30,7 +30,7 @@ KERNEL = re.compile(
 
 
 def main(files: list[str]) -> int:
-    faults = []
+    every, faults = [], []
     for file in files:
         start = time.perf_counter()
         command = ["nvcc", "-std=c++20", "-O3", "-fmad=false", "-Icsrc", "-arch=sm_90"]
@@ -38,16 +38,16 @@ def main(files: list[str]) -> int:
         log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
         kernels = [(name, int(spill), int(used)) for name, spill, used in KERNEL.findall(log)]
         print(f"{file}: {len(kernels)} functions, {time.perf_counter() - start:.0f} s")
-        faults += [f"{name} spills {spill} bytes" for name, spill, _ in kernels if spill]
-        for pattern, limit, threads in LIMITS:
-            used = {name: used for name, _, used in kernels if re.search(pattern, name)}
-            if not used:
-                faults.append(f"{file}: no kernel is called {pattern}")
-                continue
-            print(
-                f"  {max(used.values()):3d} registers of {limit:3d} ({threads} threads) {pattern}"
-            )
-            faults += [f"{name}: {n} registers" for name, n in used.items() if n > limit]
+        faults += [] if kernels else [f"{file}: no kernels"]
+        every += kernels
+    faults += [f"{name} spills {spill} bytes" for name, spill, _ in every if spill]
+    for pattern, limit, threads in LIMITS:
+        used = {name: used for name, _, used in every if re.search(pattern, name)}
+        if not used:
+            faults.append(f"no kernel is called {pattern}")
+            continue
+        print(f"  {max(used.values()):3d} registers of {limit:3d} ({threads} threads) {pattern}")
+        faults += [f"{name}: {n} registers" for name, n in used.items() if n > limit]
     print(*faults, sep="\n")
     return 1 if faults else 0
 

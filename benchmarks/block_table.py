@@ -1,4 +1,4 @@
-"""The tables of a benchmarks.block result, for the console and for README.md."""
+"""The tables of a benchmarks.block result, for the console and for docs/."""
 
 from __future__ import annotations
 
@@ -9,21 +9,30 @@ from .block_variants import TORCH, VARIANTS
 
 Cell = Callable[[dict[str, Any], dict[str, Any]], str]
 
-NOTE = (
-    "A pre-norm block, forward and backward, in bf16. Times in ms, ± half the distance from the "
-    "fastest to the slowest round, and in parentheses the part of PyTorch's time in that line. "
-    "Memory in MiB: held at the end of forward / at the peak of forward and backward."
+BLOCK = "A pre-norm block, forward and backward, in bf16."
+TIMES = (
+    "Times in ms, ± half the distance from the fastest to the slowest round, and in parentheses "
+    "the part of PyTorch's time in that line."
 )
+MEMORY = "MiB held at the end of forward / at the peak of forward and backward."
 
 
-def tables(result: dict[str, Any]) -> str:
-    """Time of the block, its memory, and the memory of each norm alone."""
+def times(result: dict[str, Any]) -> str:
+    """Time of the block."""
+    return f"{BLOCK} {TIMES}\n\n{_table('step of a block with', result['blocks'], _time)}"
+
+
+def memory(result: dict[str, Any]) -> str:
+    """Memory of the block, and of each norm alone."""
     parts = [
-        _table("step of a block with", result["blocks"], _time),
         _table("memory of a block with", result["blocks"], _memory),
         _table("memory of a norm alone", result["norms"], _memory),
     ]
-    return "\n\n".join([NOTE, *(part for part in parts if part)])
+    return "\n\n".join([f"{BLOCK} {MEMORY}", *(part for part in parts if part)])
+
+
+def tables(result: dict[str, Any]) -> str:
+    return f"{times(result)}\n\n{memory(result)}"
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]], cell: Cell) -> str:

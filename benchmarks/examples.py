@@ -1,7 +1,8 @@
 """What the examples print of themselves: `python -m benchmarks.examples --json FILE`.
 
-Each is copied, built and run in a folder of its own, as tests/test_examples.py does. The file goes
-to benchmarks/results/examples; `python -m benchmarks.docs_table` shows it in examples/README.md.
+Each is copied, built and run in a folder of its own, as tests/packaging/test_examples.py does. The
+file goes to benchmarks/results/examples; `python -m benchmarks.tables` shows it in
+examples/README.md.
 """
 
 from __future__ import annotations

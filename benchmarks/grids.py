@@ -37,7 +37,7 @@ ALL_MODES = ("forward", "training_forward", "backward")
 class Target:
     """One figure to reach; fractions are lower bounds, microseconds (`*_us`) upper bounds."""
 
-    id: str
+    group: str  # in the words of the table
     figure: str
     op: str
     dtype: str
@@ -96,7 +96,7 @@ def rows_for(cols: int) -> int:
 
 
 def _large(
-    id: str,
+    group: str,
     figure: str,
     cols: Iterable[int],
     value: float,
@@ -104,80 +104,83 @@ def _large(
     op: str = "layer_norm",
 ) -> Iterator[Target]:
     for width in cols:
-        yield Target(id, figure, op, dtype, rows_for(width), width, value)
+        yield Target(group, figure, op, dtype, rows_for(width), width, value)
 
 
 def _at(
-    id: str, figure: str, shapes: dict[tuple[int, int], float], op: str = "layer_norm"
+    group: str, figure: str, shapes: dict[tuple[int, int], float], op: str = "layer_norm"
 ) -> Iterator[Target]:
     for (rows, cols), value in shapes.items():
-        yield Target(id, figure, op, "bfloat16", rows, cols, value)
+        yield Target(group, figure, op, "bfloat16", rows, cols, value)
 
 
 _ODD = (255, 1023, 4095)
 _NARROW_ROWS = 1 << 22
+_LONG = "32768 to 131072 columns"
 
 # Each grid's lines of the target table.
 _TARGETS_OF: dict[str, tuple[Target, ...]] = {
     "large": (
-        *_large("F1", "f", (64, 128, 256, 512, 768, 1024), 0.99),
-        *_large("F2", "f", (2048, 4096, 8192), 0.98),
-        *_large("F3", "f", (5120, 12288, 16384), 0.97),
-        *_large("F4", "f", (32768, 65536, 131072), 0.97),
-        *_large("F4", "f", (262144,), 0.96),
-        *_large("F4", "f", (32768, 65536, 131072), 0.97, op="rms_norm"),
-        *_large("F4", "f", (262144,), 0.96, op="rms_norm"),
-        *_large("F6", "f", (1024, 4096, 16384), 0.97, "float32"),
-        *_large("B1", "b", (64, 128, 256), 0.92),
-        *_large("B2", "b", (768, 1024, 2048), 0.95),
-        *_large("B3", "b", (4096, 5120, 8192), 0.95),
-        *_large("B4", "b", (12288,), 0.92),
-        *_large("B4", "b", (16384,), 0.90),
-        *_large("B5", "b", (32768, 65536, 131072), 0.85),
-        *_large("B5", "b", (262144,), 0.80),
-        *_large("B5", "b", (32768, 65536, 131072), 0.85, op="rms_norm"),
-        *_large("B5", "b", (262144,), 0.80, op="rms_norm"),
+        *_large("64 to 1024 columns", "f", (64, 128, 256, 512, 768, 1024), 0.99),
+        *_large("2048 to 8192 columns", "f", (2048, 4096, 8192), 0.98),
+        *_large("5120, 12288, 16384 columns", "f", (5120, 12288, 16384), 0.97),
+        *_large(_LONG, "f", (32768, 65536, 131072), 0.97),
+        *_large("262144 columns", "f", (262144,), 0.96),
+        *_large(_LONG, "f", (32768, 65536, 131072), 0.97, op="rms_norm"),
+        *_large("262144 columns", "f", (262144,), 0.96, op="rms_norm"),
+        *_large("1024 to 16384 columns", "f", (1024, 4096, 16384), 0.97, "float32"),
+        *_large("64 to 256 columns", "b", (64, 128, 256), 0.92),
+        *_large("768 to 2048 columns", "b", (768, 1024, 2048), 0.95),
+        *_large("4096 to 8192 columns", "b", (4096, 5120, 8192), 0.95),
+        *_large("12288 columns", "b", (12288,), 0.92),
+        *_large("16384 columns", "b", (16384,), 0.90),
+        *_large(_LONG, "b", (32768, 65536, 131072), 0.85),
+        *_large("262144 columns", "b", (262144,), 0.80),
+        *_large(_LONG, "b", (32768, 65536, 131072), 0.85, op="rms_norm"),
+        *_large("262144 columns", "b", (262144,), 0.80, op="rms_norm"),
     ),
     "odd": (
-        *_large("F5", "f", _ODD, 0.90),
-        *_large("F5", "f", (2050,), 0.95),
-        *_large("F6", "f", (*_ODD, 2050, 5001), 0.95, "float32"),
-        *_large("B6", "b", (*_ODD, 2050), 0.85),
+        *_large("255, 1023, 4095 columns", "f", _ODD, 0.90),
+        *_large("2050 columns", "f", (2050,), 0.95),
+        *_large("255, 1023, 2050, 4095, 5001 columns", "f", (*_ODD, 2050, 5001), 0.95, "float32"),
+        *_large("255, 1023, 2050, 4095 columns", "b", (*_ODD, 2050), 0.85),
     ),
     "training": (
-        *_at("T1", "fb", {(4096, 768): 0.83, (8192, 1024): 0.85}),
-        *_at("T2", "fb", {(8192, 4096): 0.92, (4096, 8192): 0.91, (2048, 12288): 0.86}),
+        *_at("a small training batch", "fb", {(4096, 768): 0.83, (8192, 1024): 0.85}),
+        *_at(
+            "a training batch", "fb", {(8192, 4096): 0.92, (4096, 8192): 0.91, (2048, 12288): 0.86}
+        ),
     ),
     "tiny": (
-        *_at("S1", "forward_us", {(1, 1024): 1.2, (1, 8192): 1.8, (64, 1024): 1.35}),
-        *_at("S1", "forward_us", {(256, 4096): 2.6}),
-        *_at("S3", "backward_us", {(1, 1024): 1.25, (64, 1024): 2.2, (128, 2048): 3.5}),
-        *_at("S3", "backward_us", {(256, 4096): 6.0}),
+        *_at("few rows", "forward_us", {(1, 1024): 1.2, (1, 8192): 1.8, (64, 1024): 1.35}),
+        *_at("few rows", "forward_us", {(256, 4096): 2.6}),
+        *_at("few rows", "backward_us", {(1, 1024): 1.25, (64, 1024): 2.2, (128, 2048): 3.5}),
+        *_at("few rows", "backward_us", {(256, 4096): 6.0}),
     ),
     "few_rows": (
-        *_at("S2", "forward_us", {(8, 65536): 3.2, (1, 262144): 3.5}),
-        *_at("S3", "backward_us", {(8, 65536): 5.0, (1, 262144): 5.0}),
+        *_at("few long rows", "forward_us", {(8, 65536): 3.2, (1, 262144): 3.5}),
+        *_at("few long rows", "backward_us", {(8, 65536): 5.0, (1, 262144): 5.0}),
     ),
     "narrow": (
-        *_at("F7", "f", {(_NARROW_ROWS, cols): 0.7 for cols in (1, 2, 3)}),
-        *_at("F7", "f", {(_NARROW_ROWS, cols): 0.85 for cols in (4, 8, 16)}),
+        *_at("1 to 3 columns", "f", {(_NARROW_ROWS, cols): 0.7 for cols in (1, 2, 3)}),
+        *_at("4, 8, 16 columns", "f", {(_NARROW_ROWS, cols): 0.85 for cols in (4, 8, 16)}),
     ),
     "residual": tuple(
         target
         for op in ("add_layer_norm", "add_rms_norm")
         for figure, value in (("f", 0.95), ("b", 0.88))
-        for target in _large("R1", figure, (1024, 4096, 8192), value, op=op)
+        for target in _large("1024, 4096, 8192 columns", figure, (1024, 4096, 8192), value, op=op)
     ),
     "dropout": tuple(
         target
         for op in ("dropout_add_layer_norm", "dropout_add_rms_norm")
         for figure, value in (("f", 0.93), ("b", 0.85))
-        for target in _large("R1", figure, (1024, 4096, 8192), value, op=op)
+        for target in _large("1024, 4096, 8192 columns", figure, (1024, 4096, 8192), value, op=op)
     ),
 }
 TARGETS = tuple(target for targets in _TARGETS_OF.values() for target in targets)
 
-# E1: eager forward without gradients over PyTorch's time, host included, at EAGER_SHAPES.
+# Eager forward without gradients over PyTorch's time, host included, at EAGER_SHAPES.
 EAGER_TARGET = 0.85
 
 # Without a target: the claim "never slower than the best peer" is tried beside the table, too.

@@ -99,6 +99,16 @@ def measure(
     return row
 
 
+def table(measured: list[dict[str, Any]]) -> str:
+    """Markdown: a line a call."""
+    lines = ["| call, bf16 | rows x columns | forward | backward |", "|---|---|---|---|"]
+    for row in sorted(measured, key=lambda row: (row["option"], row["cols"], -row["rows"])):
+        shape = f"{row['rows']} x {row['cols']}"
+        both = " | ".join(f"{row[mode]['fraction']:.3f}" for mode in ("forward", "backward"))
+        lines.append(f"| {row['option']} | {shape} | {both} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.options", description=__doc__)
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")

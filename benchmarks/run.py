@@ -27,6 +27,9 @@ from .timing import GraphTimer, HostTimer, Timer, eager_us, tensors_in
 # A file may hold rows of several runs only where these agree.
 _SAME = ("device", "torch", "commit")
 
+# Forward without gradients, and a step; there is also "training_forward", which keeps its graph.
+EAGER_MODES = ("forward", "forward_backward")
+
 
 def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -77,14 +80,15 @@ def run_eager(
     ours: Peer = PEERS[0],
     rounds: int = 5,
     iterations: int = 100,
+    modes: Sequence[str] = EAGER_MODES,
 ) -> list[dict[str, Any]]:
-    """PyTorch and ours called one after the other, host included: forward, forward + backward.
+    """PyTorch and ours called one after the other, host included, in the given modes.
 
     The two take turns, so that a slow moment of the machine hits both; the median round counts.
     """
     functions = {"pytorch": torch_run(op), "custom": ours.load(op)}
     rows = []
-    for mode in ("forward", "forward_backward"):
+    for mode in modes:
         for shape in shapes:
             calls = {
                 name: _eager_call(function, op, shape, dtype, device, mode)
@@ -126,7 +130,7 @@ def _eager_call(
         draw(shape[1]),
         draw(shape[1]) if case.has_bias else None,
     )
-    if not gradients:
+    if mode != "forward_backward":
         return lambda: function(*given)
     wanted = [tensor for tensor in given if tensor is not None]
     grads = [torch.randn_like(output) for output in tensors_in(function(*given))]

@@ -42,6 +42,7 @@ struct Recorded {
         static_cast<std::int64_t>(options.norm),
         options.normalized_ndim,
         options.zero_centered,
+        static_cast<std::int64_t>(options.rounding),
         options.x_is_output,
         number(options.input_dtype),
         options.residual_dtype ? number(*options.residual_dtype) : kAbsent,
@@ -58,15 +59,16 @@ struct Recorded {
     options.norm = static_cast<NormKind>(numbers[0]);
     options.normalized_ndim = numbers[1];
     options.zero_centered = numbers[2] != 0;
-    options.x_is_output = numbers[3] != 0;
-    options.input_dtype = dtype(numbers[4]);
-    if (numbers[5] != kAbsent) {
-      options.residual_dtype = dtype(numbers[5]);
+    options.rounding = static_cast<Rounding>(numbers[3]);
+    options.x_is_output = numbers[4] != 0;
+    options.input_dtype = dtype(numbers[5]);
+    if (numbers[6] != kAbsent) {
+      options.residual_dtype = dtype(numbers[6]);
     }
-    options.param_dtype = dtype(numbers[6]);
-    output_dtype = dtype(numbers[7]);
+    options.param_dtype = dtype(numbers[7]);
+    output_dtype = dtype(numbers[8]);
     for (std::size_t i = 0; i < kTensors; ++i) {
-      given[i] = numbers[8 + i] != 0;
+      given[i] = numbers[9 + i] != 0;
     }
     eps = context.saved_data["eps"].toDouble();
     options.dropout_p = context.saved_data["dropout_p"].toDouble();
@@ -81,6 +83,7 @@ struct Recorded {
     options.norm = forward.norm;
     options.normalized_ndim = normalized_ndim(tensors, forward);
     options.zero_centered = forward.zero_centered;
+    options.rounding = forward.rounding;
     options.dropout_p = forward.dropout_p;
     options.x_is_output = x_is_output;
     options.input_dtype = tensors.input.scalar_type();
@@ -128,8 +131,9 @@ FourTensors backward_in_python(const BackwardTensors& tensors, const Recorded& r
       py::module_::import("fused_op._options")
           .attr("BackwardOptions")(
               options.norm == NormKind::kLayerNorm ? "layer_norm" : "rms_norm",
-              options.normalized_ndim, recorded.eps, options.zero_centered, options.dropout_p,
-              options.x_is_output, wrap(options.input_dtype),
+              options.normalized_ndim, recorded.eps, options.zero_centered,
+              name_of(options.rounding), options.dropout_p, options.x_is_output,
+              wrap(options.input_dtype),
               options.residual_dtype ? wrap(*options.residual_dtype) : py::none(),
               wrap(options.param_dtype), wrap(recorded.output_dtype), /*main_grad=*/false);
   const py::tuple wanted =
@@ -143,7 +147,7 @@ FourTensors backward_in_python(const BackwardTensors& tensors, const Recorded& r
 }
 
 FourTensors backward(const BackwardTensors& tensors, const Recorded& recorded) {
-  if (!at::GradMode::is_enabled() && disabled_blocks.load() == 0 && is_plain(tensors)) {
+  if (!at::GradMode::is_enabled() && !is_disabled() && is_plain(tensors)) {
     try {
       return route_norm_backward(tensors, recorded.options);
     } catch (const KernelError&) {  // Python says so, and has the formula
@@ -219,5 +223,6 @@ bool records_in_cpp() { return in_cpp.load(std::memory_order_relaxed); }
 void record_in_cpp(bool value) { in_cpp.store(value); }
 void open_disabled_block() { ++disabled_blocks; }
 void close_disabled_block() { --disabled_blocks; }
+bool is_disabled() { return disabled_blocks.load() != 0; }
 
 }  // namespace fused_op

@@ -21,5 +21,6 @@ void record_in_cpp(bool value);
 // The blocks of fused_op.disabled() that are open, in which backward runs no kernel.
 void open_disabled_block();
 void close_disabled_block();
+bool is_disabled();
 
 }  // namespace fused_op

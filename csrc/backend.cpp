@@ -40,7 +40,7 @@ bool in_forked_child = false;
     pthread_atfork(nullptr, nullptr, [] { in_forked_child = true; });
 
 // The loops for this CPU, or those that FUSED_OP_CPU names: for tests and measurements.
-const cpu::Level& cpu_level() {
+const cpu::Level& loops() {
   static const cpu::Level& level = []() -> const cpu::Level& {
     const char* const name = std::getenv("FUSED_OP_CPU");
     const bool is_given = name != nullptr && *name != '\0';
@@ -115,6 +115,8 @@ at::Tensor known_state(const at::PhiloxCudaState& drawn, at::Device device, bool
 
 }  // namespace
 
+const char* cpu_level() { return loops().name; }
+
 at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
   if (device.is_cpu()) {
     return at::Tensor(at::detail::empty_cpu(sizes, dtype));
@@ -137,53 +139,105 @@ at::Tensor dropout_state(at::Device device, [[maybe_unused]] bool on_device) {
   return empty({2}, at::kLong, device).random_();
 }
 
-void norm_forward(const NormForwardArgs& args, at::Device device) {
+void norm_forward(const NormForwardArgs& args, at::Device device, const Variant* variant) {
   if (device.is_cpu()) {
-    const cpu::Level& level = cpu_level();
+    const cpu::Level& level = loops();
     parallel_for(args.rows, args.cols, [&](std::int64_t first_row, std::int64_t last_row) {
-      level.forward(args, first_row, last_row);
+      if (variant != nullptr) {
+        level.variant_forward(variant->id, args, first_row, last_row);
+      } else {
+        level.forward(args, first_row, last_row);
+      }
     });
     return;
   }
 #ifdef FUSED_OP_WITH_CUDA
   const c10::cuda::CUDAGuard guard(device);
-  check_launch(cuda::norm_forward(args, c10::cuda::getCurrentCUDAStream()), "forward");
+  check_launch(cuda::norm_forward(args, variant, c10::cuda::getCurrentCUDAStream()), "forward");
 #else
   fail_without_cuda();
 #endif
 }
 
-std::size_t norm_backward_workspace(const NormBackwardArgs& args, at::Device device) {
+void norm_quantized(const NormForwardArgs& args, const Quantization& quantization,
+                    at::Device device) {
   if (device.is_cpu()) {
-    return cpu::norm_backward_workspace(args);
+    const cpu::Level& level = loops();
+    parallel_for(args.rows, args.cols, [&](std::int64_t first_row, std::int64_t last_row) {
+      cpu::norm_quantized(level, args, quantization, first_row, last_row);
+    });
+    return;
   }
 #ifdef FUSED_OP_WITH_CUDA
   const c10::cuda::CUDAGuard guard(device);
-  return cuda::norm_backward_workspace(args);
+  NormForwardArgs all = args;
+  at::Tensor output;
+  if (args.output.data == nullptr && !cuda::quantizes_in_registers(args)) {
+    output = empty({args.rows * args.cols * size_of(args.output.dtype)}, at::kByte, device);
+    all.output.data = output.mutable_data_ptr();
+  }
+  check_launch(cuda::norm_quantized(all, quantization, c10::cuda::getCurrentCUDAStream()),
+               "quantised forward");
 #else
   fail_without_cuda();
 #endif
 }
 
-void norm_backward(const NormBackwardArgs& args, at::Device device) {
+void norm_backward(NormBackwardArgs& args, at::Device device, const Variant* variant) {
+  at::Tensor workspace;  // lives until the kernels have been queued
+  const auto allocate = [&](std::size_t bytes) {
+    if (bytes > 0) {
+      workspace = empty({static_cast<std::int64_t>(bytes)}, at::kByte, device);
+      args.workspace = workspace.mutable_data_ptr();
+    }
+  };
   if (device.is_cpu()) {
-    const cpu::Level& level = cpu_level();
-    const std::int64_t chunks = cpu::norm_backward_chunks(args);
-    const std::int64_t rows_per_chunk = (args.rows + chunks - 1) / chunks;
-    parallel_for(chunks, rows_per_chunk * args.cols,
-                 [&](std::int64_t first_chunk, std::int64_t last_chunk) {
-                   level.backward_rows(args, first_chunk, last_chunk);
-                 });
-    if (args.grad_weight != nullptr || args.grad_bias != nullptr) {
-      parallel_for(args.cols, chunks, [&](std::int64_t first_col, std::int64_t last_col) {
-        level.backward_columns(args, first_col, last_col);
+    const cpu::BackwardWork work = cpu::backward_work(args, variant);
+    allocate(work.workspace_bytes(args.dtype));
+    const cpu::Level& level = loops();
+    parallel_for(
+        work.chunks, work.chunk_elements, [&](std::int64_t first_chunk, std::int64_t last_chunk) {
+          if (variant != nullptr) {
+            level.variant_backward_rows(variant->id, args, first_chunk, last_chunk, work.chunks);
+          } else {
+            level.backward_rows(args, first_chunk, last_chunk);
+          }
+        });
+    if (work.cols > 0) {
+      parallel_for(work.cols, work.chunks, [&](std::int64_t first_col, std::int64_t last_col) {
+        if (variant != nullptr) {
+          level.variant_backward_columns(variant->id, args, first_col, last_col, work.chunks);
+        } else {
+          level.backward_columns(args, first_col, last_col);
+        }
       });
     }
     return;
   }
 #ifdef FUSED_OP_WITH_CUDA
   const c10::cuda::CUDAGuard guard(device);
-  check_launch(cuda::norm_backward(args, c10::cuda::getCurrentCUDAStream()), "backward");
+  allocate(cuda::norm_backward_workspace(args, variant));
+  check_launch(cuda::norm_backward(args, variant, c10::cuda::getCurrentCUDAStream()), "backward");
+#else
+  fail_without_cuda();
+#endif
+}
+
+bool post_add_pre_forward(PostAddPreForwardArgs& args, at::Device device) {
+  if (device.is_cpu()) {
+    const cpu::Level& level = loops();
+    parallel_for(args.rows, args.cols, [&](std::int64_t first_row, std::int64_t last_row) {
+      cpu::post_add_pre_forward(level, args, first_row, last_row);
+    });
+    return true;
+  }
+#ifdef FUSED_OP_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(device);
+  const auto status = cuda::post_add_pre_forward(args, c10::cuda::getCurrentCUDAStream());
+  if (status.has_value()) {
+    check_launch(*status, "forward");
+  }
+  return status.has_value();
 #else
   fail_without_cuda();
 #endif

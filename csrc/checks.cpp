@@ -18,33 +18,11 @@ bool is_supported_output(at::ScalarType input, at::ScalarType output) {
          (input == at::kFloat && is_supported(output) && c10::elementSize(output) == 2);
 }
 
-void check_input_kind(const char* op, const char* name, const at::Tensor& tensor) {
-  check_dense(op, name, tensor);
-  TORCH_CHECK_NOT_IMPLEMENTED(is_supported(tensor.scalar_type()), op, ": not implemented for '",
-                              tensor.scalar_type(), "': ", name,
-                              " must be float16, bfloat16, float32 or float64");
-}
-
-void check_device(const char* op, const char* name, const at::Tensor& tensor,
-                  const at::Tensor& input) {
-  TORCH_CHECK(tensor.device() == input.device(), op, ": ", name, ": Tensor on device ",
-              tensor.device(), " is not on the expected device ", input.device(), " of input");
-}
-
 void check_param_dtype(const char* op, const char* name, at::ScalarType dtype) {
   TORCH_CHECK(is_supported(dtype), op,
               ": mixed dtype: expect parameter to have scalar type of Float, Half, BFloat16 or "
               "Double, got ",
               name, " of ", dtype);
-}
-
-void check_param_kind(const char* op, const char* name, const OptionalTensor& param,
-                      const at::Tensor& input) {
-  if (param) {
-    check_dense(op, name, *param);
-    check_param_dtype(op, name, param->scalar_type());
-    check_device(op, name, *param, input);
-  }
 }
 
 // A residual, and the sum with it, may be wider than a 16-bit input.
@@ -53,7 +31,7 @@ void check_residual_kind(const char* op, const at::Tensor& residual, const at::T
   const auto or_float = [](at::ScalarType dtype) {
     return c10::elementSize(dtype) == 2 ? ", or Float" : "";
   };
-  check_input_kind(op, "residual", residual);
+  check_rows(op, "residual", residual);
   TORCH_CHECK(is_supported_pair(input.scalar_type(), residual.scalar_type()), op,
               ": residual must have the dtype of input, ", input.scalar_type(),
               or_float(input.scalar_type()), ", got ", residual.scalar_type());
@@ -66,20 +44,6 @@ void check_residual_kind(const char* op, const at::Tensor& residual, const at::T
 void check_bias_allowed(const char* op, NormKind norm, bool has_bias) {
   TORCH_CHECK(norm == NormKind::kLayerNorm || !has_bias, op,
               ": rms_norm has no bias, so that it must be None");
-}
-
-void check_same_shape(const char* op, const char* name, const at::Tensor& tensor,
-                      const at::Tensor& input) {
-  TORCH_CHECK(tensor.sizes() == input.sizes(), op, ": ", name, " must have the shape of input, ",
-              input.sizes(), ", got ", tensor.sizes());
-}
-
-void check_param_shape(const char* op, const char* name, const OptionalTensor& param,
-                       at::IntArrayRef normalized_shape, const at::Tensor& input) {
-  TORCH_CHECK(!param || param->sizes() == normalized_shape, op, ": Expected ", name,
-              " to be of same shape as normalized_shape, but got ", name, " of shape ",
-              param->sizes(), " and normalized_shape = ", normalized_shape,
-              " (the last dimensions of input of shape ", input.sizes(), ")");
 }
 
 void check_dropout(const char* op, double p, const OptionalTensor& rng_state,
@@ -110,42 +74,12 @@ void check_backward_dtypes(const char* op, const BackwardTensors& tensors,
 }
 
 void check_grad_sum(const char* op, const at::Tensor& grad_sum, const at::Tensor& x) {
-  check_input_kind(op, "grad_sum", grad_sum);
+  check_rows(op, "grad_sum", grad_sum);
   TORCH_CHECK(grad_sum.scalar_type() == x.scalar_type(), op,
               ": grad_sum must have the dtype of input, ", x.scalar_type(), ", got ",
               grad_sum.scalar_type());
   check_device(op, "grad_sum", grad_sum, x);
   check_same_shape(op, "grad_sum", grad_sum, x);
-}
-
-void check_stats(const char* op, const at::Tensor& stats, NormKind norm, const at::Tensor& x,
-                 std::int64_t rows) {
-  const std::array<std::int64_t, 2> shape = {stats_rows(norm), rows};
-  const at::ScalarType dtype = stats_dtype(x.scalar_type());
-  TORCH_CHECK(stats.layout() == at::kStrided && stats.sizes() == at::IntArrayRef(shape) &&
-                  stats.scalar_type() == dtype && stats.device() == x.device(),
-              op, ": stats must be what norm_forward returned for x: ", dtype, " of shape ",
-              at::IntArrayRef(shape), " on ", x.device(), ", got ", stats.scalar_type(),
-              " of shape ", stats.sizes(), " on ", stats.device());
-}
-
-// Kernels, and PyTorch's own copies before them, read what they get. The GPU traps at an address
-// that is no multiple of the element size, and takes the process with it; the CPU reads bytewise.
-void check_memory(const char* op, const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.unsafeGetTensorImpl()->storage_initialized(), op, ": the memory of ", name,
-              ", of shape ", tensor.sizes(), ", is not allocated yet, or was freed");
-  if (tensor.is_cuda()) {
-    const std::uintptr_t past = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) %
-                                static_cast<std::uintptr_t>(tensor.element_size());
-    TORCH_CHECK(past == 0, op, ": on a GPU ", name, " must lie at a multiple of its element size, ",
-                tensor.element_size(), " bytes, got an address ", past, " bytes past one");
-  }
-}
-
-void check_memory(const char* op, const char* name, const OptionalTensor& tensor) {
-  if (tensor) {
-    check_memory(op, name, *tensor);
-  }
 }
 
 }  // namespace
@@ -158,6 +92,16 @@ NormKind parse_norm(std::string_view norm) {
 
 std::string_view name_of(NormKind norm) {
   return norm == NormKind::kLayerNorm ? "layer_norm" : "rms_norm";
+}
+
+Rounding parse_rounding(std::string_view rounding) {
+  TORCH_CHECK_VALUE(rounding == "once" || rounding == "before_weight",
+                    "fused_op: rounding must be 'once' or 'before_weight', got '", rounding, "'");
+  return rounding == "once" ? Rounding::kOnce : Rounding::kBeforeWeight;
+}
+
+std::string_view name_of(Rounding rounding) {
+  return rounding == Rounding::kOnce ? "once" : "before_weight";
 }
 
 const char* op_name(NormKind norm, bool adds_residual) {
@@ -199,10 +143,76 @@ void check_dense(const char* op, const char* name, const at::Tensor& tensor) {
               tensor.is_nested() ? "a nested one of layout " : "layout ", tensor.layout());
 }
 
+void check_rows(const char* op, const char* name, const at::Tensor& tensor) {
+  check_dense(op, name, tensor);
+  TORCH_CHECK_NOT_IMPLEMENTED(is_supported(tensor.scalar_type()), op, ": not implemented for '",
+                              tensor.scalar_type(), "': ", name,
+                              " must be float16, bfloat16, float32 or float64");
+}
+
+void check_device(const char* op, const char* name, const at::Tensor& tensor,
+                  const at::Tensor& input) {
+  TORCH_CHECK(tensor.device() == input.device(), op, ": ", name, ": Tensor on device ",
+              tensor.device(), " is not on the expected device ", input.device(), " of input");
+}
+
+void check_param_kind(const char* op, const char* name, const OptionalTensor& param,
+                      const at::Tensor& input) {
+  if (param) {
+    check_dense(op, name, *param);
+    check_param_dtype(op, name, param->scalar_type());
+    check_device(op, name, *param, input);
+  }
+}
+
+void check_same_shape(const char* op, const char* name, const at::Tensor& tensor,
+                      const at::Tensor& input) {
+  TORCH_CHECK(tensor.sizes() == input.sizes(), op, ": ", name, " must have the shape of input, ",
+              input.sizes(), ", got ", tensor.sizes());
+}
+
+void check_param_shape(const char* op, const char* name, const OptionalTensor& param,
+                       at::IntArrayRef normalized_shape, const at::Tensor& input) {
+  TORCH_CHECK(!param || param->sizes() == normalized_shape, op, ": Expected ", name,
+              " to be of same shape as normalized_shape, but got ", name, " of shape ",
+              param->sizes(), " and normalized_shape = ", normalized_shape,
+              " (the last dimensions of input of shape ", input.sizes(), ")");
+}
+
+void check_stats(const char* op, const at::Tensor& stats, NormKind norm, const at::Tensor& x,
+                 std::int64_t rows) {
+  const std::array<std::int64_t, 2> shape = {stats_rows(norm), rows};
+  const at::ScalarType dtype = stats_dtype(x.scalar_type());
+  TORCH_CHECK(stats.layout() == at::kStrided && stats.sizes() == at::IntArrayRef(shape) &&
+                  stats.scalar_type() == dtype && stats.device() == x.device(),
+              op, ": stats must be what norm_forward returned for x: ", dtype, " of shape ",
+              at::IntArrayRef(shape), " on ", x.device(), ", got ", stats.scalar_type(),
+              " of shape ", stats.sizes(), " on ", stats.device());
+}
+
+// Kernels, and PyTorch's own copies before them, read what they get. The GPU traps at an address
+// that is no multiple of the element size, and takes the process with it; the CPU reads bytewise.
+void check_memory(const char* op, const char* name, const at::Tensor& tensor) {
+  TORCH_CHECK(tensor.unsafeGetTensorImpl()->storage_initialized(), op, ": the memory of ", name,
+              ", of shape ", tensor.sizes(), ", is not allocated yet, or was freed");
+  if (tensor.is_cuda()) {
+    const std::uintptr_t past = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) %
+                                static_cast<std::uintptr_t>(tensor.element_size());
+    TORCH_CHECK(past == 0, op, ": on a GPU ", name, " must lie at a multiple of its element size, ",
+                tensor.element_size(), " bytes, got an address ", past, " bytes past one");
+  }
+}
+
+void check_memory(const char* op, const char* name, const OptionalTensor& tensor) {
+  if (tensor) {
+    check_memory(op, name, *tensor);
+  }
+}
+
 void check_kinds(const char* op, const NormTensors& tensors, const NormOptions& options) {
   TORCH_CHECK_VALUE(std::isfinite(options.eps), op, ": eps must be finite, got ", options.eps);
   const at::Tensor& input = tensors.input;
-  check_input_kind(op, "input", input);
+  check_rows(op, "input", input);
   if (tensors.residual) {
     check_residual_kind(op, *tensors.residual, input, options.sum_dtype);
   }
@@ -242,8 +252,8 @@ void check_call(const char* op, const NormTensors& tensors, const NormOptions& o
 
 void check_call(const char* op, const BackwardTensors& tensors, const BackwardOptions& options) {
   const at::Tensor& x = tensors.x;
-  check_input_kind(op, "x", x);
-  check_input_kind(op, "grad_output", tensors.grad_output);
+  check_rows(op, "x", x);
+  check_rows(op, "grad_output", tensors.grad_output);
   check_device(op, "grad_output", tensors.grad_output, x);
   check_bias_allowed(op, options.norm, options.wanted[3] || tensors.bias.has_value());
   const Shape shape = checked_shape(op, x, options.normalized_ndim);
@@ -261,6 +271,8 @@ void check_call(const char* op, const BackwardTensors& tensors, const BackwardOp
               ": the output stands for x only without dropout and without a residual");
   TORCH_CHECK(!tensors.grad_sum || options.residual_dtype, op,
               ": there is no sum without a residual");
+  TORCH_CHECK(!options.wanted[1] || options.residual_dtype || options.dropout_p == 0, op,
+              ": a gradient of the residual is wanted, and there is none");
   check_stats(op, tensors.stats, options.norm, x, shape.rows);
 }
 

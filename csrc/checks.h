@@ -18,6 +18,10 @@ namespace fused_op {
 NormKind parse_norm(std::string_view norm);
 std::string_view name_of(NormKind norm);
 
+// "once" and "before_weight", likewise.
+Rounding parse_rounding(std::string_view rounding);
+std::string_view name_of(Rounding rounding);
+
 // The public function that a user called.
 const char* op_name(NormKind norm, bool adds_residual);
 
@@ -38,6 +42,23 @@ bool shares_gradient(const BackwardOptions& options);
 // eps, layouts, dtypes and devices: for every kind of tensor, also fake, sharded and transformed.
 void check_kinds(const char* op, const NormTensors& tensors, const NormOptions& options);
 void check_dense(const char* op, const char* name, const at::Tensor& tensor);
+
+// One tensor: that kernels take its layout and dtype as those of rows, or of a parameter; that it
+// lies beside the input, or has a shape; that `stats` are those of x; and, last of all, that there
+// is memory, at an address that a GPU can read.
+void check_rows(const char* op, const char* name, const at::Tensor& tensor);
+void check_param_kind(const char* op, const char* name, const OptionalTensor& param,
+                      const at::Tensor& input);
+void check_device(const char* op, const char* name, const at::Tensor& tensor,
+                  const at::Tensor& input);
+void check_same_shape(const char* op, const char* name, const at::Tensor& tensor,
+                      const at::Tensor& input);
+void check_param_shape(const char* op, const char* name, const OptionalTensor& param,
+                       at::IntArrayRef normalized_shape, const at::Tensor& input);
+void check_stats(const char* op, const at::Tensor& stats, NormKind norm, const at::Tensor& x,
+                 std::int64_t rows);
+void check_memory(const char* op, const char* name, const at::Tensor& tensor);
+void check_memory(const char* op, const char* name, const OptionalTensor& tensor);
 
 // The rows and columns of a call, if it has that many dimensions.
 Shape checked_shape(const char* op, const at::Tensor& x, std::int64_t normalized_ndim);

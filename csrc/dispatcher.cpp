@@ -28,32 +28,34 @@ ThreeTensors norm_forward_op(std::string_view norm, const at::Tensor& input,
                              const OptionalTensor& residual, const OptionalTensor& weight,
                              const OptionalTensor& bias, const OptionalTensor& rng_state,
                              std::int64_t normalized_ndim, double eps, bool zero_centered,
-                             double dropout_p, OptionalDtype output_dtype, OptionalDtype sum_dtype,
-                             bool save_stats) {
-  return defined(
-      norm_forward({input, residual, weight, bias, rng_state}, {.norm = parse_norm(norm),
-                                                                .normalized_ndim = normalized_ndim,
-                                                                .eps = eps,
-                                                                .zero_centered = zero_centered,
-                                                                .dropout_p = dropout_p,
-                                                                .output_dtype = output_dtype,
-                                                                .sum_dtype = sum_dtype,
-                                                                .save_stats = save_stats}),
-      input);
+                             std::string_view rounding, double dropout_p,
+                             OptionalDtype output_dtype, OptionalDtype sum_dtype, bool save_stats) {
+  return defined(norm_forward({input, residual, weight, bias, rng_state},
+                              {.norm = parse_norm(norm),
+                               .normalized_ndim = normalized_ndim,
+                               .eps = eps,
+                               .zero_centered = zero_centered,
+                               .rounding = parse_rounding(rounding),
+                               .dropout_p = dropout_p,
+                               .output_dtype = output_dtype,
+                               .sum_dtype = sum_dtype,
+                               .save_stats = save_stats}),
+                 input);
 }
 
 FourTensors norm_backward_op(std::string_view norm, const at::Tensor& grad_output,
                              const OptionalTensor& grad_sum, const at::Tensor& x,
                              const OptionalTensor& weight, const OptionalTensor& bias,
                              const at::Tensor& stats, const OptionalTensor& rng_state,
-                             std::int64_t normalized_ndim, bool zero_centered, double dropout_p,
-                             bool x_is_output, at::ScalarType input_dtype,
-                             OptionalDtype residual_dtype, at::ScalarType param_dtype,
-                             std::array<bool, 4> wanted) {
+                             std::int64_t normalized_ndim, bool zero_centered,
+                             std::string_view rounding, double dropout_p, bool x_is_output,
+                             at::ScalarType input_dtype, OptionalDtype residual_dtype,
+                             at::ScalarType param_dtype, std::array<bool, 4> wanted) {
   return defined(norm_backward({grad_output, grad_sum, x, weight, bias, stats, rng_state},
                                {.norm = parse_norm(norm),
                                 .normalized_ndim = normalized_ndim,
                                 .zero_centered = zero_centered,
+                                .rounding = parse_rounding(rounding),
                                 .dropout_p = dropout_p,
                                 .x_is_output = x_is_output,
                                 .input_dtype = input_dtype,
@@ -68,17 +70,19 @@ auto flat(const NormTensors& tensors, const NormOptions& options) {
   return std::tuple_cat(
       std::tuple(name_of(options.norm)),
       std::tie(tensors.input, tensors.residual, tensors.weight, tensors.bias, tensors.rng_state),
-      std::tie(options.normalized_ndim, options.eps, options.zero_centered, options.dropout_p,
-               options.output_dtype, options.sum_dtype, options.save_stats));
+      std::tie(options.normalized_ndim, options.eps, options.zero_centered),
+      std::tuple(name_of(options.rounding)),
+      std::tie(options.dropout_p, options.output_dtype, options.sum_dtype, options.save_stats));
 }
 
 auto flat(const BackwardTensors& tensors, const BackwardOptions& options) {
   return std::tuple_cat(std::tuple(name_of(options.norm)),
                         std::tie(tensors.grad_output, tensors.grad_sum, tensors.x, tensors.weight,
                                  tensors.bias, tensors.stats, tensors.rng_state),
-                        std::tie(options.normalized_ndim, options.zero_centered, options.dropout_p,
-                                 options.x_is_output, options.input_dtype, options.residual_dtype,
-                                 options.param_dtype, options.wanted));
+                        std::tie(options.normalized_ndim, options.zero_centered),
+                        std::tuple(name_of(options.rounding)),
+                        std::tie(options.dropout_p, options.x_is_output, options.input_dtype,
+                                 options.residual_dtype, options.param_dtype, options.wanted));
 }
 
 // Calls the registered op of this name, which has the signature of `Op`.
@@ -126,14 +130,15 @@ std::vector<c10::IValue> arguments(const BackwardTensors& tensors, const Backwar
 TORCH_LIBRARY(fused_op, m) {
   m.def(
       "norm_forward(str norm, Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, "
-      "Tensor? rng_state, int normalized_ndim, float eps, bool zero_centered, float dropout_p, "
-      "ScalarType? output_dtype, ScalarType? sum_dtype, bool save_stats) "
+      "Tensor? rng_state, int normalized_ndim, float eps, bool zero_centered, str rounding, "
+      "float dropout_p, ScalarType? output_dtype, ScalarType? sum_dtype, bool save_stats) "
       "-> (Tensor output, Tensor sum, Tensor stats)",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "norm_backward(str norm, Tensor grad_output, Tensor? grad_sum, Tensor x, Tensor? weight, "
       "Tensor? bias, Tensor stats, Tensor? rng_state, int normalized_ndim, bool zero_centered, "
-      "float dropout_p, bool x_is_output, ScalarType input_dtype, ScalarType? residual_dtype, "
+      "str rounding, float dropout_p, bool x_is_output, ScalarType input_dtype, ScalarType? "
+      "residual_dtype, "
       "ScalarType param_dtype, bool[4] wanted) "
       "-> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
       {at::Tag::pt2_compliant_tag});

@@ -6,10 +6,12 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "autograd.h"
+#include "backend.h"
 #include "checks.h"
 #include "kernel_tools.h"
 #include "python_arguments.h"
 #include "routing.h"
+#include "torch_override.h"
 
 #ifndef FUSED_OP_NO_CUDA_REASON
 #define FUSED_OP_NO_CUDA_REASON ""
@@ -134,8 +136,12 @@ PYBIND11_MODULE(fused_op_cuda, m) {
   m.def("record_in_cpp", &record_in_cpp);
   m.def("open_disabled_block", &open_disabled_block);
   m.def("close_disabled_block", &close_disabled_block);
+  m.def("override_torch", &override_torch);
+  m.def("restore_torch", &restore_torch);
+  m.def("override_counts", &override_counts);
   bind_kernel_tools(m);
   m.def("build_info", &build_info);
+  m.def("cpu_level", &backend::cpu_level);
 }
 
 }  // namespace fused_op

@@ -38,6 +38,7 @@ struct NormOptions {
   std::int64_t normalized_ndim = 0;  // 0: the default, see normalized_ndim() in checks.h
   double eps = 1e-5;
   bool zero_centered = false;  // multiply by 1 + weight; no effect without a weight
+  Rounding rounding = Rounding::kOnce;
   double dropout_p = 0;        // of the input if there is a residual, else of the output
   OptionalDtype output_dtype;  // default: of input
   OptionalDtype sum_dtype;     // default: of residual
@@ -66,6 +67,7 @@ struct BackwardOptions {
   NormKind norm = NormKind::kLayerNorm;
   std::int64_t normalized_ndim = 1;  // at least 1
   bool zero_centered = false;
+  Rounding rounding = Rounding::kOnce;
   double dropout_p = 0;
   bool x_is_output = false;  // x holds the output instead, from which x̂ is recovered
   at::ScalarType input_dtype = at::kFloat;

@@ -61,9 +61,9 @@ bool is_aligned(const at::Tensor& tensor, std::uintptr_t bytes) {
   return reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % bytes == 0;
 }
 
-// Whether the GPU may read its rows at two strides: norm_args.h.
-bool is_short(const at::Tensor& tensor, const Shape& shape) {
-  return shape.cols * tensor.element_size() <= kMaxSplitBytes;
+// Whether the GPU may read its rows at two strides.
+bool is_short(const at::Tensor& tensor, const Shape& shape, std::int64_t most_bytes) {
+  return shape.cols * tensor.element_size() <= most_bytes;
 }
 
 Borrowed borrow_or_copy(const at::Tensor& tensor, bool readable) {
@@ -95,8 +95,8 @@ DType to_dtype(at::ScalarType dtype) {
   }
 }
 
-bool is_split(const at::Tensor& tensor, const Shape& shape) {
-  if (!tensor.is_cuda() || !is_short(tensor, shape)) {
+bool is_split(const at::Tensor& tensor, const Shape& shape, std::int64_t most_bytes) {
+  if (!tensor.is_cuda() || !is_short(tensor, shape, most_bytes)) {
     return false;
   }
   const std::optional<RowLayout> layout = row_layout(tensor, shape);
@@ -107,7 +107,9 @@ Borrowed readable_rows(const at::Tensor& tensor, const Shape& shape, RowAccess a
   const std::optional<RowLayout> layout = row_layout(tensor, shape);
   const bool is_split = layout && layout->inner != 0 && tensor.is_cuda();
   std::uintptr_t alignment = tensor.element_size();
-  bool readable = layout && (!is_split || (access.may_be_split && is_short(tensor, shape)));
+  bool readable =
+      layout &&
+      (!is_split || (access.may_be_split && is_short(tensor, shape, access.most_split_bytes)));
   if (readable && (is_split || (access.in_vectors && tensor.is_cuda()))) {
     alignment = kVectorBytes;
     for (const std::int64_t elements : {shape.cols, layout->stride, layout->outer_stride}) {
@@ -175,6 +177,35 @@ Dropout to_dropout(double p, const OptionalTensor& rng_state) {
     dropout.state = state;
   }
   return dropout;
+}
+
+ForwardInputs::ForwardInputs(const NormTensors& tensors, const NormOptions& options,
+                             const Shape& shape, at::ScalarType dtype) {
+  const RowAccess access{.may_be_split = !tensors.residual};
+  input_ = readable_rows(tensors.input, shape, access);
+  residual_ = tensors.residual ? readable_rows(*tensors.residual, shape, access) : Borrowed();
+  const at::ScalarType given_dtype = tensors.weight ? tensors.weight->scalar_type()
+                                     : tensors.bias ? tensors.bias->scalar_type()
+                                                    : dtype;
+  const at::ScalarType param_dtype =
+      kernel_param_dtype(tensors.input.scalar_type(), given_dtype, tensors.weight, tensors.bias,
+                         options.zero_centered);
+  parameters_.emplace(tensors.weight, tensors.bias, options.zero_centered, param_dtype);
+
+  args.kind = options.norm;
+  args.dtype = to_dtype(dtype);
+  args.param_dtype = to_dtype(param_dtype);
+  args.rounding = options.rounding;
+  args.rows = shape.rows;
+  args.cols = shape.cols;
+  args.input = const_rows(*input_, shape);
+  if (tensors.residual) {
+    args.residual = const_rows(*residual_, shape);
+  }
+  args.weight = const_pointer(*parameters_->weight);
+  args.bias = const_pointer(*parameters_->bias);
+  args.eps = options.eps;
+  args.dropout = to_dropout(options.dropout_p, tensors.rng_state);
 }
 
 }  // namespace fused_op

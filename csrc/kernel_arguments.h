@@ -45,10 +45,12 @@ using Borrowed = c10::MaybeOwned<at::Tensor>;
 struct RowAccess {
   bool may_be_split = false;  // at two strides
   bool in_vectors = false;    // all of them in whole vectors, because some are split
+  std::int64_t most_split_bytes = kMaxSplitBytes;  // of a row
 };
 
 // Whether a kernel that may would read this tensor on a GPU at two strides.
-bool is_split(const at::Tensor& tensor, const Shape& shape);
+bool is_split(const at::Tensor& tensor, const Shape& shape,
+              std::int64_t most_bytes = kMaxSplitBytes);
 
 // The tensor itself where a kernel can read its rows, else a contiguous copy. Addresses must be
 // multiples of the element size; those of views of raw bytes may be others.
@@ -86,5 +88,21 @@ inline const void* const_pointer(const at::Tensor& tensor) {
 inline void* pointer(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
 }
+
+// What a forward reads of a call: the arguments, and the copies that they point into, which live
+// until the kernel has been queued. `dtype` is that of what is normalised. Results are the caller's
+// to fill in.
+class ForwardInputs {
+ public:
+  ForwardInputs(const NormTensors& tensors, const NormOptions& options, const Shape& shape,
+                at::ScalarType dtype);
+
+  NormForwardArgs args;
+
+ private:
+  Borrowed input_;
+  Borrowed residual_;
+  std::optional<Parameters> parameters_;
+};
 
 }  // namespace fused_op

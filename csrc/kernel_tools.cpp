@@ -88,11 +88,18 @@ DType dtype_of(const std::string& name) {
   return dtypes.at(name);
 }
 
+Rounding rounding_of(const std::string& name) {
+  const std::map<std::string, Rounding> roundings = {{"once", Rounding::kOnce},
+                                                     {"before_weight", Rounding::kBeforeWeight}};
+  return roundings.at(name);
+}
+
 // `residual`: empty without one.
 py::tuple plan(bool backward, bool centred, std::int64_t rows, std::int64_t cols,
                const std::string& input, const std::string& residual, const std::string& parameters,
-               const std::string& output, bool dropout, bool memory_efficient, bool aligned,
-               int multiprocessors, int shared_bytes, int arch) {
+               const std::string& output, const std::string& rounding, bool dropout,
+               bool memory_efficient, bool aligned, int multiprocessors, int shared_bytes,
+               int arch) {
   if (rows < 1 || cols < 1 || multiprocessors < 1) {
     throw std::invalid_argument("there is a plan for one row, column and multiprocessor, or more");
   }
@@ -106,6 +113,7 @@ py::tuple plan(bool backward, bool centred, std::int64_t rows, std::int64_t cols
   call.residual = call.sum = dtype_of(call.adds ? residual : input);
   call.parameters = dtype_of(parameters);
   call.output = dtype_of(output);
+  call.rounding = rounding_of(rounding);
   call.dropout = dropout;
   call.memory_efficient = memory_efficient;
   call.aligned = aligned;
@@ -165,7 +173,8 @@ void write_package(const std::string&, const std::string&, int, const Headers&,
   fail();
 }
 py::tuple plan(bool, bool, std::int64_t, std::int64_t, const std::string&, const std::string&,
-               const std::string&, const std::string&, bool, bool, bool, int, int, int) {
+               const std::string&, const std::string&, const std::string&, bool, bool, bool, int,
+               int, int) {
   fail();
 }
 std::string kernel_key(const std::string&, const std::string&, int, const Headers&) { fail(); }
@@ -195,8 +204,8 @@ void bind_kernel_tools(py::module_& m) {
   def("_write_package", &write_package, py::arg("folder") = "");
   def("_kernel_key", &kernel_key);
   m.def("_plan", &plan, py::kw_only(), "backward"_a, "centred"_a, "rows"_a, "cols"_a, "input"_a,
-        "residual"_a, "parameters"_a, "output"_a, "dropout"_a, "memory_efficient"_a, "aligned"_a,
-        "multiprocessors"_a, "shared_bytes"_a, "arch"_a = 0);
+        "residual"_a, "parameters"_a, "output"_a, "rounding"_a, "dropout"_a, "memory_efficient"_a,
+        "aligned"_a, "multiprocessors"_a, "shared_bytes"_a, "arch"_a = 0);
   m.def("_kernel_sources", &kernel_sources);
   m.def("_cache_info", &cache_info);
   m.def("_clear_cache", &clear_cache);

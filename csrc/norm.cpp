@@ -37,36 +37,11 @@ Outputs allocate_outputs(const NormTensors& tensors, const NormOptions& options,
 
 void run_forward(const NormTensors& tensors, const NormOptions& options, const Shape& shape,
                  const Outputs& outputs) {
-  // Copies among these live until the kernel has been queued.
-  const RowAccess access{.may_be_split = !tensors.residual};
-  const Borrowed input = readable_rows(tensors.input, shape, access);
-  const Borrowed residual =
-      tensors.residual ? readable_rows(*tensors.residual, shape, access) : Borrowed();
-  const at::ScalarType given_dtype = tensors.weight ? tensors.weight->scalar_type()
-                                     : tensors.bias ? tensors.bias->scalar_type()
-                                                    : outputs.dtype;
-  const at::ScalarType param_dtype =
-      kernel_param_dtype(tensors.input.scalar_type(), given_dtype, tensors.weight, tensors.bias,
-                         options.zero_centered);
-  const Parameters parameters(tensors.weight, tensors.bias, options.zero_centered, param_dtype);
-
-  NormForwardArgs args;
-  args.kind = options.norm;
-  args.dtype = to_dtype(outputs.dtype);
-  args.param_dtype = to_dtype(param_dtype);
-  args.rows = shape.rows;
-  args.cols = shape.cols;
-  args.input = const_rows(*input, shape);
-  if (tensors.residual) {
-    args.residual = const_rows(*residual, shape);
-  }
-  args.weight = const_pointer(*parameters.weight);
-  args.bias = const_pointer(*parameters.bias);
+  ForwardInputs inputs(tensors, options, shape, outputs.dtype);
+  NormForwardArgs& args = inputs.args;
   args.output = {pointer(outputs.output), to_dtype(outputs.output.scalar_type())};
   args.sum = pointer(outputs.sum);
   args.stats = pointer(outputs.stats);
-  args.eps = options.eps;
-  args.dropout = to_dropout(options.dropout_p, tensors.rng_state);
   backend::norm_forward(args, tensors.input.device());
 }
 
@@ -123,6 +98,7 @@ NormBackwardArgs make_backward_args(const BackwardOptions& options, const Shape&
   NormBackwardArgs args;
   args.kind = options.norm;
   args.param_dtype = to_dtype(gradients.kernel_dtype);
+  args.rounding = options.rounding;
   args.rows = shape.rows;
   args.cols = shape.cols;
   args.has_residual = options.residual_dtype.has_value();
@@ -163,12 +139,7 @@ void run_backward(const BackwardTensors& tensors, const BackwardOptions& options
   args.stats = stats->const_data_ptr();
   args.dropout = to_dropout(options.dropout_p, tensors.rng_state);
 
-  const at::Device device = tensors.x.device();
-  const auto bytes = static_cast<std::int64_t>(backend::norm_backward_workspace(args, device));
-  const at::Tensor workspace =
-      bytes > 0 ? backend::empty({bytes}, at::kByte, device) : at::Tensor();
-  args.workspace = pointer(workspace);
-  backend::norm_backward(args, device);
+  backend::norm_backward(args, tensors.x.device());
 }
 
 at::Tensor rounded(const at::Tensor& gradient, at::ScalarType dtype) {

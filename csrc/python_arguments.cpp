@@ -51,6 +51,9 @@ class Fields {
   NormKind norm(Py_ssize_t place) const {
     return parse_norm(py::cast<std::string_view>(py::handle(at(place))));
   }
+  Rounding rounding(Py_ssize_t place) const {
+    return parse_rounding(py::cast<std::string_view>(py::handle(at(place))));
+  }
 
   // Not by pybind11, whose TypeError prints the values of a tensor: that waits for the device.
   const at::Tensor& tensor(Py_ssize_t place, const char* name) const {
@@ -78,6 +81,7 @@ class PythonOptions : public Fields {
     kEps,
     kNormalizedShape,
     kZeroCentered,
+    kRounding,
     kDropoutP,
     kTraining,
     kOutDtype,
@@ -98,7 +102,8 @@ class PythonOptions : public Fields {
     };
     if (!PyBool_Check(at(kZeroCentered)) || !PyBool_Check(at(kTraining)) ||
         !PyBool_Check(at(kMemoryEfficient)) || !is_dtype_or_none(kOutDtype) ||
-        !is_dtype_or_none(kResidualDtype) || !PyFloat_CheckExact(at(kDropoutP))) {
+        !is_dtype_or_none(kResidualDtype) || !PyFloat_CheckExact(at(kDropoutP)) ||
+        !is_rounding(at(kRounding))) {
       return false;
     }
     const double p = number(kDropoutP);
@@ -148,6 +153,7 @@ class PythonOptions : public Fields {
     }
     options.eps = is_none(kEps) ? machine_eps(input.scalar_type()) : number(kEps);
     options.zero_centered = flag(kZeroCentered);
+    options.rounding = rounding(kRounding);
     options.dropout_p = number(kDropoutP);
     options.output_dtype = optional_dtype(kOutDtype);
     options.sum_dtype = optional_dtype(kResidualDtype);
@@ -161,6 +167,12 @@ class PythonOptions : public Fields {
       return overflow == 0;
     }
     return PyFloat_CheckExact(object);
+  }
+
+  static bool is_rounding(PyObject* object) {
+    return PyUnicode_CheckExact(object) &&
+           (PyUnicode_CompareWithASCIIString(object, "once") == 0 ||
+            PyUnicode_CompareWithASCIIString(object, "before_weight") == 0);
   }
 
   static bool is_size(PyObject* object, std::int64_t size) {
@@ -225,15 +237,16 @@ BackwardTensors unpack_backward_tensors(py::handle tuple) {
 }
 
 BackwardOptions unpack_backward_options(py::handle tuple, std::array<bool, 4> wanted) {
-  const Fields fields(kBackward, "options", tuple, 11);
+  const Fields fields(kBackward, "options", tuple, 12);
   return {.norm = fields.norm(0),
           .normalized_ndim = py::cast<std::int64_t>(py::handle(fields.at(1))),
           .zero_centered = fields.flag(3),  // before it is eps, which stats hold
-          .dropout_p = fields.number(4),
-          .x_is_output = fields.flag(5),
-          .input_dtype = fields.dtype(6),
-          .residual_dtype = fields.optional_dtype(7),
-          .param_dtype = fields.dtype(8),  // the other two are for Python
+          .rounding = fields.rounding(4),
+          .dropout_p = fields.number(5),
+          .x_is_output = fields.flag(6),
+          .input_dtype = fields.dtype(7),
+          .residual_dtype = fields.optional_dtype(8),
+          .param_dtype = fields.dtype(9),  // the other two are for Python
           .wanted = wanted};
 }
 

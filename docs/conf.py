@@ -14,6 +14,7 @@ from sphinx.application import Sphinx
 
 project = "fused_op"
 author = "the fused_op authors"
+copyright = f"2026, {author}"
 release = version = version_of("fused_op")
 
 root_doc = "docs/index"
@@ -21,7 +22,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 include_patterns = ["*.md", "docs/*.md", "examples/**.md"]
 exclude_patterns = [".*", "build", "examples/templates/op"]  # the last: a page of the copy
 
-myst_heading_anchors = 3  # as GitHub makes them: [speed](README.md#speed)
+myst_heading_anchors = 3  # as GitHub makes them: [tests](CONTRIBUTING.md#test)
 autodoc_member_order = "bysource"
 
 html_theme = "furo"
@@ -29,6 +30,8 @@ html_title = f"fused_op {version}"
 html_copy_source = False
 html_additional_pages = {"index": "to_front_page.html"}
 templates_path = ["templates"]
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -1,4 +1,4 @@
-"""Trains one small transformer twice, with torch.nn.LayerNorm and with fused_layer_norm.
+"""Trains one small transformer twice, with torch.nn.LayerNorm and after fused_op.convert.
 
     python examples/train_transformer.py
 
@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_op import fused_layer_norm
+from fused_op import convert
 
 MODULES = ("argparse", "ast", "copy", "dataclasses", "datetime", "difflib", "enum", "fractions",
            "functools", "heapq", "inspect", "ipaddress", "locale", "pickle", "random", "shutil",
@@ -39,20 +39,10 @@ CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 3, 4, 96, 64, 16
 LEARNING_RATE = 1e-3
 
+NATIVE, FUSED, NUDGED = "torch.nn.LayerNorm", "after fused_op.convert", "one rounding step"
+
 # Two perturbations of one size end up at differences of one order of magnitude, not at equal ones.
 SAFETY = 16
-
-
-class FusedLayerNorm(nn.Module):
-    """The module form of `fused_layer_norm`, with the parameters of `nn.LayerNorm`."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return fused_layer_norm(x, self.weight, self.bias)
 
 
 class NudgedLayerNorm(nn.LayerNorm):
@@ -140,12 +130,20 @@ def progress(steps: int, title: str) -> Iterator[int]:
         yield from tqdm(range(steps), desc=title)
 
 
-def train(
-    norm: Callable[[int], nn.Module], text: Tensor, steps: int, seed: int, title: str
-) -> list[float]:
-    """Trains a new model and returns the loss of every step."""
+def make_model(name: str, device: torch.device, seed: int) -> Transformer:
+    """The model of a variant; all begin with the same weights."""
     torch.manual_seed(seed)
-    model = Transformer(norm).to(text.device)
+    model = Transformer(NudgedLayerNorm if name == NUDGED else nn.LayerNorm).to(device)
+    if name == FUSED:
+        report = convert(model)
+        print(report)
+        if len(report.converted) != 2 * LAYERS + 1:
+            sys.exit("Not every norm was converted.")
+    return model
+
+
+def train(model: Transformer, text: Tensor, steps: int, seed: int, title: str) -> list[float]:
+    """Trains the model and returns the loss of every step."""
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     batches = torch.Generator().manual_seed(seed)
     window = torch.arange(CONTEXT + 1)
@@ -166,8 +164,8 @@ def largest_difference(first: list[float], second: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(first, second, strict=True))
 
 
-def plot(curves: dict[str, list[float]], path: Path) -> None:
-    """Both loss curves, and below them their difference, as a PNG."""
+def plot(curves: dict[str, list[float]], bound: float, setting: str, path: Path) -> None:
+    """Both loss curves, and below them their difference within the bound, as a PNG."""
     try:
         import matplotlib
     except ImportError:
@@ -183,10 +181,13 @@ def plot(curves: dict[str, list[float]], path: Path) -> None:
         curves.items(), (("tab:blue", "-"), ("tab:orange", "--")), strict=True
     ):
         above.plot(losses, style, color=color, label=name)
-    above.set_ylabel("loss (nats per character)")
+    figure.suptitle(f"One transformer, with either norm ({setting})")
+    above.set_ylabel("loss (nats per character)\nlower is better")
     above.legend()
     below.plot([a - b for a, b in zip(*curves.values(), strict=True)], color="black")
-    below.set_ylabel("difference")
+    below.axhspan(-bound, bound, color="tab:green", alpha=0.2, label="what rounding explains")
+    below.set_ylabel("difference\n0: the same")
+    below.legend()
     below.set_xlabel("step")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -216,18 +217,14 @@ def main() -> None:
     text = read_text().to(device)
     print(f"{len(text)} characters of the Python standard library, on {device}")
 
-    norms: dict[str, Callable[[int], nn.Module]] = {
-        "torch.nn.LayerNorm": nn.LayerNorm,
-        "fused_layer_norm": FusedLayerNorm,
-        "one rounding step": NudgedLayerNorm,
-    }
     curves = {}
-    for name, norm in norms.items():
+    for name in (NATIVE, FUSED, NUDGED):
+        model = make_model(name, device, options.seed)
         start = time.perf_counter()
-        curves[name] = train(norm, text, options.steps, options.seed, name)
+        curves[name] = train(model, text, options.steps, options.seed, name)
         seconds = time.perf_counter() - start
         print(
-            f"{name:<20} loss {curves[name][0]:.4f} -> {curves[name][-1]:.4f}   {seconds:.1f} s",
+            f"{name:<22} loss {curves[name][0]:.4f} -> {curves[name][-1]:.4f}   {seconds:.1f} s",
             flush=True,
         )
 
@@ -237,8 +234,9 @@ def main() -> None:
     rounding = LAYERS * torch.finfo(torch.float32).eps * max(reference)
     bound = SAFETY * max(largest_difference(reference, nudged), rounding)
     print(f"Largest difference of the two curves: {difference:.1e} (bound: {bound:.1e})")
-    del curves["one rounding step"]
-    plot(curves, options.output)
+    del curves[NUDGED]
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    plot(curves, bound, f"{gpu}, float32, torch {torch.__version__}", options.output)
     if not difference <= bound:  # also a NaN
         sys.exit("The loss curves differ by more than rounding explains.")
 

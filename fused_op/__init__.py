@@ -37,7 +37,23 @@ if (_tree / "csrc" / "fused_op.h").exists() and (
     )
 
 from . import reference  # noqa: E402  the checks above have to come first
+from ._compile_pass import CompilePass, CompilePassReport, compile_pass  # noqa: E402
 from ._disabled import disabled  # noqa: E402
+from ._gated_rms_norm import FusedGatedRMSNorm, fused_gated_rms_norm  # noqa: E402
+from ._l2_norm import fused_l2_norm  # noqa: E402
+from ._modulated_norm import (  # noqa: E402
+    fused_gated_add_layer_norm,
+    fused_gated_add_rms_norm,
+    fused_modulated_layer_norm,
+    fused_modulated_rms_norm,
+)
+from ._override import OverrideReport, TorchOverride, override_torch  # noqa: E402
+from ._post_add_pre_rms_norm import (  # noqa: E402
+    FusedPostAddPreRMSNorm,
+    fused_post_add_pre_rms_norm,
+)
+from ._rms_norm_add import fused_rms_norm_add  # noqa: E402
+from ._rms_norm_rope import fused_qk_norm_rope, fused_rms_norm_rope  # noqa: E402
 from .convert import convert, revert  # noqa: E402
 from .functional import (  # noqa: E402
     FusedLayerNormFunction,
@@ -45,8 +61,6 @@ from .functional import (  # noqa: E402
     fused_add_rms_norm,
     fused_layer_norm,
     fused_rms_norm,
-    layer_norm,
-    rms_norm,
 )
 from .modules import (  # noqa: E402
     FusedAddLayerNorm,
@@ -54,26 +68,57 @@ from .modules import (  # noqa: E402
     FusedLayerNorm,
     FusedRMSNorm,
 )
+from .quantized import (  # noqa: E402
+    fused_add_layer_norm_quantized,
+    fused_add_rms_norm_quantized,
+    fused_layer_norm_quantized,
+    fused_rms_norm_quantized,
+)
+from .reference import QuantizedNorm  # noqa: E402
+from .torch_functional import layer_norm, rms_norm  # noqa: E402
 
 __version__: str = fused_op_cuda.build_info()["version"]
 build_info = fused_op_cuda.build_info
 fused_op = fused_layer_norm
 
 __all__ = [
+    "CompilePass",
+    "CompilePassReport",
     "FusedAddLayerNorm",
     "FusedAddRMSNorm",
+    "FusedGatedRMSNorm",
     "FusedLayerNorm",
     "FusedLayerNormFunction",
+    "FusedPostAddPreRMSNorm",
     "FusedRMSNorm",
+    "OverrideReport",
+    "QuantizedNorm",
+    "TorchOverride",
     "build_info",
+    "compile_pass",
     "convert",
     "disabled",
     "fused_add_layer_norm",
+    "fused_add_layer_norm_quantized",
     "fused_add_rms_norm",
+    "fused_add_rms_norm_quantized",
+    "fused_gated_add_layer_norm",
+    "fused_gated_add_rms_norm",
+    "fused_gated_rms_norm",
+    "fused_l2_norm",
     "fused_layer_norm",
+    "fused_layer_norm_quantized",
+    "fused_modulated_layer_norm",
+    "fused_modulated_rms_norm",
     "fused_op",
+    "fused_post_add_pre_rms_norm",
+    "fused_qk_norm_rope",
     "fused_rms_norm",
+    "fused_rms_norm_add",
+    "fused_rms_norm_quantized",
+    "fused_rms_norm_rope",
     "layer_norm",
+    "override_torch",
     "reference",
     "revert",
     "rms_norm",

@@ -2,7 +2,7 @@
 
 The exit status is 1 if a check fails. A device that this build has no code for is not checked.
 ``python -m fused_op cache``, ``plan`` and ``compile`` are about the kernels that are compiled at
-their first use.
+their first use. ``run`` runs a program in which PyTorch's norms are computed by these kernels.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 import fused_op
+from fused_op_cuda import cpu_level
 
 from ._kernel_cache import cache
 from ._kernel_plan import add_commands, compile_kernels, print_plan
+from ._run import add_run_command, run_program
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 PAIRS = [(F32, F32), (F16, F16), (F16, F32), (BF16, BF16), (BF16, F32), (F64, F64)]
@@ -29,6 +31,11 @@ OPS = {  # and their tensors, in call order
     "fused_rms_norm": ("input", "weight"),
     "fused_add_layer_norm": ("input", "residual", "weight", "bias"),
     "fused_add_rms_norm": ("input", "residual", "weight"),
+}
+CPU_LEVELS = {  # of which FUSED_OP_CPU chooses another
+    "default": "loops without AVX",
+    "avx2": "loops in AVX2",
+    "avx512": "loops in AVX-512",
 }
 ROWS, COLS = 67, 1027  # neither is a multiple of what a warp, a vector or a chunk of rows holds
 
@@ -40,11 +47,14 @@ def main(argv: Sequence[str] = ()) -> int:
     about_cache = commands.add_parser("cache", help="the kernels that were compiled at first use")
     about_cache.add_argument("--clear", action="store_true", help="remove them")
     add_commands(commands)
+    add_run_command(commands)
     options = parser.parse_args(argv)
     if options.command == "cache":
         return cache(options.clear)
     if options.command == "plan":
         return print_plan(options)
+    if options.command == "run":
+        return run_program(options)
     return compile_kernels(options) if options.command == "compile" else report()
 
 
@@ -84,11 +94,7 @@ def report() -> int:
 
 def devices() -> Iterator[tuple[str, str, bool]]:
     """(device, what it is, whether this build has code for it), for the CPU and each GPU."""
-    yield (
-        "cpu",
-        f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
-        True,
-    )
+    yield "cpu", f"{CPU_LEVELS[cpu_level()]}, {torch.get_num_threads()} threads", True
     if not torch.cuda.is_available():
         why = "torch sees none" if torch.version.cuda else "torch is a build without CUDA"
         yield "cuda", f"no GPU: {why}", False

@@ -13,28 +13,44 @@ from torch import Tensor
 from torch._C import _get_tracing_state
 
 from ._contexts import unrecorded
-from ._options import Options, Tensors, machine_eps, new_tuple
+from ._options import Options, Tensors, machine_eps
 
 KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def checked(op: str, options: Options, tensors: Tensors) -> Options:
     """The options of a call of ``op`` in the types that the ops take, or the error of one."""
-    norm, eps, shape, zero_centered, dropout_p, training, *others, main_grad, _ = options
+    eps, shape, training = options.eps, options.normalized_shape, options.training
     input, residual, *_ = tensors
     if residual is not None:
         check_tensor(op, "residual", residual)
     if shape is not None:
         shape = as_normalized_shape(op, input, shape)
-    if eps is None and norm == "rms_norm":
+    if eps is None and options.norm == "rms_norm":
         check_tensor(op, "input", input)
         eps = machine_eps(input)
     if type(eps) is not float:
         eps = as_float(op, "eps", eps)
-    check_bools(op, zero_centered=zero_centered, training=training)
-    dropout_p = check_options(op, dropout_p, *others)
-    fields = (norm, eps, shape, zero_centered, dropout_p if training else 0.0, training)
-    return new_tuple(Options, (*fields, *others, main_grad, True))
+    check_bools(op, zero_centered=options.zero_centered, training=training)
+    check_rounding(op, options.rounding)
+    dropout_p = check_options(
+        *(op, options.dropout_p, options.out_dtype, options.residual_dtype),
+        options.memory_efficient,
+    )
+    return Options(  # dynamo of torch 2.7 traces no _replace
+        norm=options.norm,
+        eps=eps,
+        normalized_shape=shape,
+        zero_centered=options.zero_centered,
+        rounding=options.rounding,
+        dropout_p=dropout_p if training else 0.0,
+        training=training,
+        out_dtype=options.out_dtype,
+        residual_dtype=options.residual_dtype,
+        memory_efficient=options.memory_efficient,
+        main_grad=options.main_grad,
+        is_checked=True,
+    )
 
 
 def as_float(op: str, name: str, value: Any) -> float:
@@ -57,6 +73,13 @@ def check_bools(op: str, **values: Any) -> None:
             if kind.__module__ != "builtins":
                 found = f"{kind.__module__}.{found}"
             raise TypeError(f"{op}: argument '{name}' must be bool, not {found}")
+
+
+def check_rounding(op: str, rounding: Any) -> None:
+    if not isinstance(rounding, str):
+        raise TypeError(f"{op}: argument 'rounding' must be str, not {type(rounding).__name__}")
+    if rounding not in ("once", "before_weight"):
+        raise ValueError(f"{op}: rounding must be 'once' or 'before_weight', got {rounding!r}")
 
 
 def check_options(
@@ -82,6 +105,7 @@ def check_options(
 
 def check_extras(
     op: str,
+    rounding: Any = "once",
     dropout_p: Any = 0.0,
     out_dtype: Any = None,
     residual_dtype: Any = None,
@@ -90,6 +114,7 @@ def check_extras(
 ) -> None:
     """Refuse, where a module is made, what each of its calls would refuse."""
     check_bools(op, **bools)
+    check_rounding(op, rounding)
     check_options(op, dropout_p, out_dtype, residual_dtype, memory_efficient)
     for name, dtype in (("out_dtype", out_dtype), ("residual_dtype", residual_dtype)):
         if dtype is not None and dtype not in KERNEL_DTYPES:
@@ -106,6 +131,54 @@ def check_eps(op: str, eps: Any) -> None:
 def check_tensor(op: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: argument '{name}' must be Tensor, not {type(value).__name__}")
+
+
+def check_rows(op: str, name: str, rows: Tensor) -> None:
+    """That kernels take it, as ``check_rows`` of ``csrc/checks.cpp`` has it."""
+    if rows.is_nested or rows.layout != torch.strided:
+        found = f"{'a nested one of ' if rows.is_nested else ''}layout {rows.layout}"
+        raise RuntimeError(f"{op}: {name} must be a dense (strided) tensor, got {found}")
+    if rows.dtype not in KERNEL_DTYPES:
+        raise NotImplementedError(
+            f"{op}: not implemented for '{rows.dtype}': {name} must be float16, bfloat16, float32 "
+            "or float64"
+        )
+    if rows.dim() == 0:
+        raise RuntimeError(f"{op}: {name} must have at least one dimension, got a 0-dim tensor")
+
+
+def check_residual(op: str, residual: Tensor, input: Tensor, sum_dtype: torch.dtype | None) -> None:
+    """That it may be added to rows like ``input``, as ``check_residual_kind`` has it."""
+    check_rows(op, "residual", residual)
+    if residual.shape != input.shape:
+        raise RuntimeError(
+            f"{op}: residual must have the shape of input, {list(input.shape)}, "
+            f"got {list(residual.shape)}"
+        )
+    for name, dtype, beside in (
+        ("residual must have the dtype of input", residual.dtype, input.dtype),
+        ("residual_dtype must be the dtype of residual", sum_dtype, residual.dtype),
+    ):
+        wide = torch.float32 if beside.itemsize == 2 else beside
+        if dtype not in (None, beside, wide):
+            or_wide = f", or {wide}" if wide != beside else ""
+            raise RuntimeError(f"{op}: {name}, {beside}{or_wide}, got {dtype}")
+
+
+def check_parameter(op: str, name: str, parameter: Tensor | None, cols: int) -> None:
+    """That it is one of ``cols`` columns, as ``check_param_kind`` and ``check_param_shape`` do."""
+    if parameter is None:
+        return
+    if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
+        raise RuntimeError(
+            f"{op}: mixed dtype: expect parameter to have scalar type of Float, Half, BFloat16 or "
+            f"Double, got {name} of {parameter.dtype}"
+        )
+    if parameter.shape != (cols,):
+        raise RuntimeError(
+            f"{op}: Expected {name} to be of same shape as normalized_shape, but got {name} of "
+            f"shape {list(parameter.shape)} and normalized_shape = [{cols}]"
+        )
 
 
 def as_normalized_shape(op: str, input: Tensor, normalized_shape: Any) -> tuple[int, ...]:

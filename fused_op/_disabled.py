@@ -22,20 +22,20 @@ open_blocks: list[None] = []
 
 @contextmanager
 def disabled() -> Iterator[None]:
-    """Run no kernel of this package inside: to answer "is it the kernel?".
+    """Run no kernel of this package inside, to answer "is it the kernel?".
 
-    ``with disabled():``, or ``@disabled()`` over a function. Every function and module computes its
-    formula of :mod:`fused_op.reference` by PyTorch's operations, and refuses what it always
-    refuses. Blocks may be nested. They hold for the whole process, and the kernels come back when
-    the last one ends, in whichever thread.
+    Use it as ``with disabled():``, or as ``@disabled()`` over a function. Every function and module
+    computes its formula of :mod:`fused_op.reference` with PyTorch operations, and refuses the same
+    arguments as ever. Blocks may be nested. They hold for the whole process: the kernels come back
+    when the last block ends, in whichever thread.
 
-    Backward of a graph that was recorded before the block runs no kernel either, while it runs
-    inside; a graph recorded inside stays PyTorch's, wherever its backward runs. Under activation
-    checkpointing, forward and backward should both be inside or both be outside.
+    Backward runs no kernel inside the block either, even of a graph that was recorded before it. A
+    graph that was recorded inside never runs one. Under activation checkpointing, forward and
+    backward should both be inside or both be outside.
 
-    ``torch.compile`` honours the block, around a compiled function (which is compiled once more,
-    for the inside) and in one; there, dtypes that only the kernels refuse go unnoticed. A compiled
-    backward is what its forward was. What is already captured keeps its kernels: CUDA graphs,
+    ``torch.compile`` respects the block, both around a compiled function, which is compiled once
+    more for it, and in one. Compiled code does not notice dtypes that only the kernels refuse. A
+    compiled backward uses kernels if its forward did. Captured code keeps its kernels: CUDA graphs,
     ``torch.export``, ``make_fx``.
     """
     open_blocks.append(None)

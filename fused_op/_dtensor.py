@@ -24,29 +24,40 @@ from ._options import default_ndim
 Placements = tuple[Placement, ...]
 
 # Arguments and results by their names in csrc/dispatcher.cpp. Others have nothing to be sharded by.
-ROWS = {"input", "residual", "grad_output", "grad_sum", "x"}
-ROWS |= {"output", "sum", "grad_input", "grad_residual"}
-PARAMETERS = {"weight", "bias", "grad_weight", "grad_bias"}
+ROWS = {"input", "gate", "residual", "grad_output", "grad_sum", "x"}
+ROWS |= {"output", "sum", "grad_input", "grad_gate", "grad_residual"}
+PARAMETERS = {"weight", "bias", "post_weight", "pre_weight"}
+PARAMETERS |= {f"grad_{name}" for name in PARAMETERS}
+TABLES = {"cos", "sin"}  # plain ones are those of this rank's rows
+WAYS = ("forward", "backward")
 
 
 def run_on_shards(cls: Any, op: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
     """Run ``op`` on the shards of this rank, as ``DTensor.__torch_dispatch__`` would."""
     names = [argument.name for argument in op._schema.arguments]
     named: dict[str, Any] = dict(zip(names, args, strict=False))  # less those left at their default
-    if named["dropout_p"]:
+    if named.get("dropout_p"):
         raise NotImplementedError(
             f"{op}: dropout_p must be 0 for a DTensor, whose shards would all get one mask; "
             "call torch.nn.functional.dropout before"
         )
     mesh: DeviceMesh = next(value.device_mesh for value in args if isinstance(value, DTensor))
     for name in named:
-        if name in ROWS | PARAMETERS and named[name] is not None:
-            named[name] = _as_dtensor(op, name, named[name], mesh)
+        value = named[name]
+        if (name in ROWS | PARAMETERS and value is not None) or (
+            name in TABLES and isinstance(value, DTensor)
+        ):
+            named[name] = _as_dtensor(op, name, value, mesh)
 
     # Backward follows x alone, as its stats do: what x was, and what forward made of its inputs.
-    leaders = [named[name] for name in ("x", "input", "residual") if named.get(name) is not None]
+    # (That of rms_norm_add gets its input as x, and neither sum nor residual.)
+    leading = ("input",) if "rms_norm_add" in str(op) else ("x", "input", "residual")
+    leaders = [named[name] for name in leading if named.get(name) is not None]
     shape = leaders[0].shape
-    ndim = named["normalized_ndim"] or default_ndim(named["weight"], named["bias"])
+    # Of variants: heads that have weights of their own stay together.
+    ndim = 1 if named.get("weight") is None else named["weight"].dim()
+    if "normalized_ndim" in named:
+        ndim = named["normalized_ndim"] or default_ndim(named["weight"], named["bias"])
     rows_ndim = len(shape) - ndim
     rows = _placements_of_rows(leaders, rows_ndim)
     replicated: Placements = (Replicate(),) * mesh.ndim
@@ -60,13 +71,15 @@ def run_on_shards(cls: Any, op: Any, types: Any, args: Any, kwargs: Any = None) 
             named[name] = _shard(value, mesh, *layout)
     local = named["x" if "x" in named else "input"].shape
     results = []
-    for returned, result in zip(op._schema.returns, op(*named.values()), strict=True):
+    found = op(*named.values())
+    found = found if isinstance(found, tuple) else (found,)
+    for returned, result in zip(op._schema.returns, found, strict=True):
         if returned.name in ROWS and result.shape == local:
             result = _from_shard(result, mesh, rows, shape)
         elif returned.name in PARAMETERS and result.shape == local[rows_ndim:]:
             result = _from_shard(result, mesh, sums, shape[rows_ndim:])
         results.append(result)  # stats, and what was not asked for, as they are
-    return tuple(results)
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 def _as_dtensor(op: Any, name: str, value: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -120,5 +133,7 @@ def _from_shard(
     )
 
 
-for _op in ("fused_op::norm_forward", "fused_op::norm_backward"):
-    torch.library.register_torch_dispatch(_op, DTensor, run_on_shards)
+VARIANTS = ("l2_norm", "gated_rms_norm", "post_add_pre_rms_norm", "rms_norm_rope")
+OPS = [f"{norm}_{way}" for norm in ("norm", *VARIANTS) for way in WAYS]
+for _op in (*OPS, "rms_norm_add_forward"):
+    torch.library.register_torch_dispatch(f"fused_op::{_op}", DTensor, run_on_shards)

@@ -5,13 +5,11 @@ The values and the refusals are those of the kernels' calls, and so is the memor
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from . import reference
 from ._contexts import unrecorded
 from ._ops import keeps_format
 from ._options import Options, Outputs, Tensors, normalized_ndim
-from .reference import Normalize
+from .reference import Normalize, contiguous
 
 
 def compose(
@@ -30,18 +28,14 @@ def compose(
         eps=options.eps,
         normalized_shape=unrecorded(lambda: input.shape[input.dim() - ndim :]),
         zero_centered=options.zero_centered,
+        rounding=options.rounding,
         dropout_p=options.dropout_p,
         output_dtype=options.out_dtype,
         sum_dtype=options.residual_dtype,
         normalize=normalize,
     )
     if sum is not None:
-        return _contiguous(output), _contiguous(sum)
+        return contiguous(output), contiguous(sum)
     if options.norm == "rms_norm" and keeps_format(input):
         return output  # the operations have kept it
-    return _contiguous(output)
-
-
-def _contiguous(x: Tensor) -> Tensor:
-    """``x.contiguous()``, but never the same tensor again, as ``reference._cast``."""
-    return x if x.is_contiguous() else x.contiguous()
+    return contiguous(output)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ._options import Norm
+from ._options import Norm, Rounding
 from .functional import fused_layer_norm, fused_rms_norm
 from .modules import FusedLayerNorm, FusedRMSNorm, takes_original
 
@@ -27,6 +27,7 @@ class Formula(NamedTuple):
     norm: Norm
     factor: Factor  # what it multiplies by
     eps: str | float  # the attribute of its instances that holds it, or the number in the code
+    rounding: Rounding = "once"
 
     def eps_of(self, module: nn.Module) -> Any:
         return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
@@ -58,7 +59,7 @@ def is_fused(cls: type) -> bool:
 
 @functools.cache
 def _subclass(original: Any, formula: Formula) -> type[nn.Module]:
-    norm, kind, _ = formula
+    norm, kind, _, rounding = formula
     zero_centered, is_rounded = kind == "1 + weight", kind == "rounded 1 + weight"
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,6 +82,7 @@ def _subclass(original: Any, formula: Formula) -> type[nn.Module]:
         options: dict[str, Any] = {
             "normalized_shape": shape,
             "zero_centered": zero_centered,
+            "rounding": rounding,
         }
         try:
             if norm == "layer_norm":

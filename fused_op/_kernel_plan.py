@@ -21,6 +21,7 @@ from ._machine_code import facts_of
 DTYPES = ("f16", "bf16", "f32", "f64")
 NORMS = ("layer_norm", "rms_norm")
 OPS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
+ROUNDINGS = ("once", "before_weight")
 # KiB of shared memory that a CTA may have, by ten times the compute capability.
 SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227}
 SHARED_KIB |= {120: 99, 121: 99}
@@ -78,6 +79,7 @@ class Call:
     residual: str = ""  # its dtype, which is also that of the sum; "": none
     param_dtype: str = ""  # "": like dtype
     out_dtype: str = ""  # "": like dtype
+    rounding: str = "once"
     dropout: bool = False
     memory_efficient: bool = False
     misaligned: bool = False
@@ -112,6 +114,7 @@ class Call:
             residual=self.residual,
             parameters=self.param_dtype or self.dtype,
             output=self.out_dtype or self.dtype,
+            rounding=self.rounding,
             dropout=self.dropout,
             memory_efficient=self.memory_efficient and self.backward,
             aligned=not self.misaligned,
@@ -127,6 +130,7 @@ class Call:
             f"residual {self.residual}" * bool(self.residual),
             f"parameters {self.param_dtype}" * bool(self.param_dtype),
             f"output {self.out_dtype}" * bool(self.out_dtype),
+            f"rounding {self.rounding}" * (self.rounding != "once"),
             *(
                 name
                 for name in ("dropout", "memory_efficient", "misaligned")
@@ -142,6 +146,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     def add_common(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--param-dtype", choices=DTYPES, default="", help="of weight and bias")
         parser.add_argument("--out-dtype", choices=DTYPES, default="", help="as in the call")
+        parser.add_argument("--rounding", choices=ROUNDINGS, default="once", help="as in the call")
         parser.add_argument("--dropout", action="store_true", help="with dropout_p above 0")
         parser.add_argument("--memory-efficient", action="store_true", help="as in the call")
         parser.add_argument("--misaligned", action="store_true", help="rows begin at any element")
@@ -242,7 +247,7 @@ def describe(header: str, name: str, core: bool, gpu: Gpu) -> Iterator[str]:
 
 
 def _common(options: argparse.Namespace) -> dict[str, Any]:
-    names = ("param_dtype", "out_dtype", "dropout", "memory_efficient", "misaligned")
+    names = ("param_dtype", "out_dtype", "rounding", "dropout", "memory_efficient", "misaligned")
     return {name: getattr(options, name) for name in names}
 
 

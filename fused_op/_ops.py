@@ -23,6 +23,7 @@ from ._options import (
     Gradients,
     Norm,
     Options,
+    Rounding,
     Tensors,
     Wanted,
     compute_dtype,
@@ -41,22 +42,33 @@ def norm_forward(tensors: Tensors, options: Options, save_stats: bool) -> Forwar
     results: ForwardResults = torch.ops.fused_op.norm_forward.default(
         options.norm,
         *tensors,
-        normalized_ndim(options, weight, bias),
-        machine_eps(input) if options.eps is None else options.eps,
-        options.zero_centered,
-        options.dropout_p,
-        options.out_dtype,
-        options.residual_dtype,
-        save_stats,
+        normalized_ndim=normalized_ndim(options, weight, bias),
+        eps=machine_eps(input) if options.eps is None else options.eps,
+        zero_centered=options.zero_centered,
+        rounding=options.rounding,
+        dropout_p=options.dropout_p,
+        output_dtype=options.out_dtype,
+        sum_dtype=options.residual_dtype,
+        save_stats=save_stats,
     )
     return results
 
 
 def norm_backward(tensors: BackwardTensors, options: BackwardOptions, wanted: Wanted) -> Gradients:
     """``fused_op_cuda.norm_backward`` by the dispatcher, which dynamo can trace."""
-    norm, ndim, _, *flat, _, _ = options
-    gradients: Gradients
-    gradients = torch.ops.fused_op.norm_backward.default(norm, *tensors, ndim, *flat, wanted)
+    gradients: Gradients = torch.ops.fused_op.norm_backward.default(
+        options.norm,
+        *tensors,
+        normalized_ndim=options.normalized_ndim,
+        zero_centered=options.zero_centered,
+        rounding=options.rounding,
+        dropout_p=options.dropout_p,
+        x_is_output=options.x_is_output,
+        input_dtype=options.input_dtype,
+        residual_dtype=options.residual_dtype,
+        param_dtype=options.param_dtype,
+        wanted=wanted,
+    )
     return gradients
 
 
@@ -70,6 +82,7 @@ def _norm_forward(
     normalized_ndim: int,
     eps: float,
     zero_centered: bool,
+    rounding: Rounding,
     dropout_p: float,
     output_dtype: torch.dtype | None,
     sum_dtype: torch.dtype | None,
@@ -111,6 +124,7 @@ def _norm_backward(
     rng_state: Tensor | None,
     normalized_ndim: int,
     zero_centered: bool,
+    rounding: Rounding,
     dropout_p: float,
     x_is_output: bool,
     input_dtype: torch.dtype,

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils._expanded_weights import expanded_weights_impl, expanded_weights_utils
 
-from . import functional
+from . import functional, torch_functional
 from ._arguments import checked
 from ._formulas import compose
 from ._options import Norm, Options, Tensors
 from ._philox import dropout_state
 from ._routes import check_alone
+from .reference import Affine, rounded
 
 _utils: Any = expanded_weights_utils  # without annotations
 
@@ -41,14 +42,7 @@ class _PerSample:
             tensors = input, residual, weight, bias, dropout_state(input)
         check_alone(tensors, options)
 
-        def normalize(
-            norm: Norm,
-            x: Tensor,
-            ndim: int,
-            factor: Tensor | None,
-            offset: Tensor | None,
-            eps: float,
-        ) -> Tensor:
+        def normalize(norm: Norm, x: Tensor, ndim: int, eps: float, affine: Affine) -> Tensor:
             if x.dim() == ndim:
                 raise RuntimeError(
                     f"{name}: a per-sample gradient needs a batch dimension, but all dimensions "
@@ -56,7 +50,8 @@ class _PerSample:
                 )
             kernel: Any = getattr(functional, f"fused_{norm}")
             rows = kernel(x, eps=eps, normalized_shape=x.shape[x.dim() - ndim :])
-            constants = (None if t is None else t.detach() for t in (factor, offset))
+            rows = rounded(rows, affine.round_to)
+            constants = (None if t is None else t.detach() for t in affine[:2])
             output: Tensor = _Affine.apply(  # type: ignore[no-untyped-call]
                 rows, expanded["weight"], expanded.get("bias"), *constants
             )
@@ -109,7 +104,7 @@ for _function in (
     functional.fused_rms_norm,
     functional.fused_add_layer_norm,
     functional.fused_add_rms_norm,
-    functional.layer_norm,
-    functional.rms_norm,
+    torch_functional.layer_norm,
+    torch_functional.rms_norm,
 ):
     _register(_function)(_PerSample)

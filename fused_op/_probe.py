@@ -91,12 +91,12 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
         return value
 
 
-def run_forward(cls: Any, probe: nn.Module, x: Tensor) -> Tensor:
+def run_forward(cls: Any, probe: nn.Module, x: Tensor, *more: Tensor) -> Tensor:
     """``cls.forward`` of the probe; a Refusal where it raises, or gives no tensor like x."""
     before = probe.__class__
     probe.__class__ = cls  # for what forward looks up in its class
     try:
-        y = cls.forward(probe, x)
+        y = cls.forward(probe, x, *more)
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         raise Refusal(
@@ -111,12 +111,17 @@ def run_forward(cls: Any, probe: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-def check_side_effects(probe: nn.Module, x: Tensor, shared: dict[int, Any]) -> None:
+def check_side_effects(probe: nn.Module, x: Tensor, shared: dict[int, Any], *more: Tensor) -> None:
     """Run forward, and refuse where that leaves traces in the module: the fused one would not."""
     before = {name: _copy(value, dict(shared)) for name, value in probe.__dict__.items()}
-    given = {"input": x, **probe._parameters, **probe._buffers}
+    given = {
+        "input": x,
+        **{f"argument {i}": t for i, t in enumerate(more)},
+        **probe._parameters,
+        **probe._buffers,
+    }
     tensors = {name: (t, t._version) for name, t in given.items() if t is not None}
-    run_forward(type(probe), probe, x)
+    run_forward(type(probe), probe, x, *more)
     for name, (tensor, version) in tensors.items():
         if tensor._version != version:  # even if its values are the same as before
             raise Refusal(f"its forward writes to its {name}, which the fused one would not")

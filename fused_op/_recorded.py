@@ -13,6 +13,7 @@ from torch import Tensor
 from ._contexts import is_recording, unrecorded
 from ._formulas import compose
 from ._options import Norm, Options, Outputs, Tensors
+from .reference import Affine, apply_affine
 
 
 def record(tensors: Tensors, options: Options) -> Outputs:
@@ -33,10 +34,11 @@ def record(tensors: Tensors, options: Options) -> Outputs:
     return compose(tensors, options, _by_operator)
 
 
-def _by_operator(
-    norm: Norm, x: Tensor, ndim: int, factor: Tensor | None, offset: Tensor | None, eps: float
-) -> Tensor:
+def _by_operator(norm: Norm, x: Tensor, ndim: int, eps: float, affine: Affine) -> Tensor:
     """``reference.normalize`` by ``aten::layer_norm`` or ``aten::rms_norm``."""
+    factor, offset, round_to = affine
+    if round_to is not None:
+        return apply_affine(affine, _by_operator(norm, x, ndim, eps, Affine(None, None, None)))
     if factor is not None or offset is not None:
         shape = unrecorded(lambda: list(x.shape[x.dim() - ndim :]))
     else:  # the sizes, and how many come before them, may be others in each later call
@@ -46,13 +48,10 @@ def _by_operator(
     return torch.rms_norm(x, shape, factor, eps)
 
 
-def _by_arithmetic(
-    norm: Norm, x: Tensor, ndim: int, factor: Tensor | None, offset: Tensor | None, eps: float
-) -> Tensor:
+def _by_arithmetic(norm: Norm, x: Tensor, ndim: int, eps: float, affine: Affine) -> Tensor:
     """``reference.normalize`` in the few operations that PyTorch's own norms become in ONNX."""
     dims = list(range(-ndim, 0))
     if norm == "layer_norm":
         x = x - x.mean(dims, keepdim=True)
-    output = x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
-    output = output if factor is None else output * factor
-    return output if offset is None else output + offset
+    normalized = x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
+    return apply_affine(affine, normalized)

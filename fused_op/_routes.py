@@ -25,11 +25,12 @@ plain.
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -54,17 +55,26 @@ from ._options import (
     Options,
     Tensors,
     Wanted,
-    new_tuple,
 )
 from ._philox import dropout_state
 from ._recorded import record
 
-# The names of a public function's arguments, by position and by keyword: functional.py fills it.
-OVERRIDABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+# The names of a public function's arguments, by position and by keyword.
+_OVERRIDABLE: dict[str, tuple[list[str], list[str]]] = {}
 
 _NAMES = (*Options._fields, "input", "residual", "weight", "bias", "rng_state")
 
+Op = TypeVar("Op", bound=Callable[..., Any])
+
 _AUTOGRAD = Route.AUTOGRAD  # an attribute of an Enum takes as long as a call
+
+
+def overridable(op: Op) -> Op:
+    """Let ``__torch_function__`` of a tensor or a mode take the calls of a public function."""
+    parameters = inspect.signature(op).parameters.values()
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    _OVERRIDABLE[op.__name__] = [p.name for p in parameters if p.name not in keywords], keywords
+    return op
 
 
 def run(op: Callable[..., Any], function: Any, given: Given, tensors: Tensors) -> Any:
@@ -79,7 +89,7 @@ def run(op: Callable[..., Any], function: Any, given: Given, tensors: Tensors) -
         result = Route.COMPOSITE
     if type(result) is not Route:
         return result
-    options = new_tuple(Options, given)
+    options = Options(*given)
     if result is _AUTOGRAD:
         return function.apply(*tensors, options)
     if result is Route.CHECK:
@@ -128,7 +138,7 @@ def _override(op: Callable[..., Any], options: Options, tensors: Tensors) -> Any
     """Let ``__torch_function__`` of a tensor, or of the mode that is on, take the call."""
     _ops.register_per_sample_rules()
     values: dict[str, Any] = dict(zip(_NAMES, (*options, *tensors), strict=True))
-    positional, keywords = OVERRIDABLE[op.__name__]
+    positional, keywords = _OVERRIDABLE[op.__name__]
     args = (values[name] for name in positional)
     kwargs = {name: values[name] for name in keywords}
     return handle_torch_function(op, tensors, *args, **kwargs)

@@ -6,6 +6,7 @@ very same objects.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,9 +19,11 @@ from torch.nn.utils import parametrize
 
 from ._arguments import KERNEL_DTYPES
 from ._fused_class import Factor, Formula, fused_class, is_fused
-from ._options import Norm
+from ._gated_class import gate_parameter, prove_gated
+from ._options import Norm, Rounding
 from ._probe import Refusal, explain, state_key
-from ._proof import prove
+from ._proof import Match, prove
+from ._residual import Residual, fuse_residuals
 from .modules import CONVERTED, FusedLayerNorm, FusedRMSNorm
 
 Select = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
@@ -28,7 +31,7 @@ Select = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 # Where a class has none of these, its forward may have the number itself.
 EPS_NUMBERS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-7, 1e-10, 1e-3, torch.finfo(torch.float32).eps)
-_NOTE = {2: "up to 2 ulp apart: the original rounds before the weight too"}
+_TWICE = "up to 2 ulp apart: the original rounds in between too"
 
 
 class Converted(NamedTuple):
@@ -40,6 +43,13 @@ class Converted(NamedTuple):
     # How many spacings of the dtype the results of both may be apart, by their roundings to it: 1,
     # or 2 where the original rounds the normalised values too; 0 in a report of revert.
     ulps: int
+    rounding: Rounding = "once"  # of the fused op
+    # In 16 bits: but for about 5e-5 of them, the outputs have the bits that they had.
+    same_roundings: bool = False
+
+    def note(self) -> str:
+        """What ``str()`` of a report says of it."""
+        return "same roundings" if self.same_roundings else _TWICE if self.ulps == 2 else ""
 
 
 class Skipped(NamedTuple):
@@ -52,57 +62,76 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What became of each norm in a model; ``str()`` of it is a table."""
+    """What happened to each norm of a model; ``str()`` gives a table."""
 
     converted: tuple[Converted, ...]
     skipped: tuple[Skipped, ...]
+    residuals: tuple[Residual, ...] = ()
 
     def __str__(self) -> str:
-        """One line for each norm."""
-        rows = [(c.name, f"{c.before} -> {c.after}", _NOTE.get(c.ulps, "")) for c in self.converted]
+        """One line for each norm, and with ``residual=True`` for each block."""
+        rows = [(c.name, f"{c.before} -> {c.after}", c.note()) for c in self.converted]
         rows += [(s.name, s.type_name, s.reason) for s in self.skipped]
         widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
         lines = [f"norms changed: {len(self.converted)}, left as they are: {len(self.skipped)}"]
         for name, what, note in rows:
             lines.append(f"  {name:{widths[0]}}  {what:{widths[1]}}  {note}".rstrip())
+        for r in self.residuals:
+            what = r.reason or f"additions done by its norms: {r.additions}"
+            lines.append(f"  {r.name or '(the model)'}  {r.type_name}  {what}")
         return "\n".join(lines)
 
 
-def convert(model: nn.Module, *, include: Select = None, exclude: Select = None) -> Report:
-    """Give every norm of the model that can be proved equal a fused forward, in place.
+def convert(
+    model: nn.Module, *, include: Select = None, exclude: Select = None, residual: bool = False
+) -> Report:
+    """Give the norms of a model a fused forward, in place, after a comparison of each.
 
     ``torch.nn.LayerNorm`` and ``RMSNorm`` become :class:`FusedLayerNorm` and :class:`FusedRMSNorm`.
-    Other leaf modules that look like a norm, by name or by an ``eps``, with at most a ``weight``
-    and a ``bias``, become a subclass of their class; Gemma's, which multiply by ``1 + weight``,
-    too. A copy of each is first run beside the fused op, forward and backward, in the dtype and on
+    Other leaf modules that look like a norm, by name or by an ``eps``, and have at most a
+    ``weight`` and a ``bias``, become a subclass of their class. This includes Gemma's, which
+    multiply by ``1 + weight``.
+
+    Before that, a copy of each runs beside the fused op, forward and backward, in the dtype and on
     the device of its parameters: on random rows of many magnitudes and shapes, on zeros, and on NaN
-    and infinities. The random state of torch does not change. What differs by more than the
-    roundings of the dtype, or does more than compute its result, is left as it is. A comparison
-    does not see everything: not what a forward does from some number of rows on, nor an attribute
-    that changes its meaning later.
+    and infinities. The random state of torch does not change. A module stays as it is if it differs
+    by more than the roundings of its dtype, or does more than compute its result. The comparison
+    cannot see everything: not what a forward does only from some number of rows on, nor an
+    attribute that changes its meaning later.
 
-    Forward hooks stay and run as before. A proof holds for the dtype that the module has, so
-    convert after ``model.to(dtype)``. Inputs that no kernel knows (nested, sparse, complex) take
-    the original forward; in a class that is not PyTorch's, so do rows of another dtype than the
-    parameters, and calls with more than the input. A wrapper that replaced the class, ``forward``
-    or parameters of a norm keeps it from conversion, so convert before ``fully_shard`` and the
-    like.
+    In 16 bits the fused forward rounds where the original does: once, or before the weight too
+    (``rounding`` of :func:`fused_rms_norm`). If the comparison shows that, the report says
+    ``same roundings``.
 
-    Copies and pickles of a converted model are converted. To unpickle one takes this package:
+    Parameters on the meta device stay there. The copy then has random parameters on the CPU, and
+    what the forward would do on another device is not seen.
+
+    Forward hooks stay and run as before. The comparison holds for the module's present dtype, so
+    convert after ``model.to(dtype)``. A wrapper that has replaced the class, ``forward`` or
+    parameters of a norm prevents its conversion, so convert before ``fully_shard`` and the like.
+    Inputs that no kernel takes (nested, sparse, complex) go to the original forward. In a class
+    that is not PyTorch's, so do rows of another dtype than the parameters, and calls with more
+    than the input.
+
+    Copies and pickles of a converted model are converted. Unpickling one needs this package: call
     :func:`revert` first, or save the ``state_dict``, which is the same before and after.
 
     Args:
         model: changed in place; may itself be a norm.
-        include: only these: a pattern or several as of :mod:`fnmatch` on names as in
+        include: only these norms: one or several patterns of :mod:`fnmatch` on names as in
             ``model.named_modules()``, or a predicate ``(name, module) -> bool``. Default: all.
-        exclude: not these, though included.
+        exclude: not these, even if included.
+        residual: also let the norms add the residual, in blocks whose forward adds it right before
+            one of them: ``h = r + f(x); r = h; h = self.norm(h)``, or ``h = self.norm(r + f(x))``.
+            Such a block gets a subclass of its class, under the same name, with that forward. A
+            sum that only the next block normalises stays an addition.
 
     Returns:
-        The norms that changed, and those that did not with the reason of each. A norm that the
-        model has under several names is listed under the first.
+        The norms that changed, and those that did not, each with its reason. A norm with several
+        names in the model is listed under the first.
 
     Raises:
-        TypeError: ``model`` is no module, or a selection is of the wrong kind.
+        TypeError: ``model`` is not a module, or a selection is of the wrong kind.
         ValueError: a pattern matches no norm.
     """
     norms = _norms("convert", model)
@@ -120,31 +149,33 @@ def convert(model: nn.Module, *, include: Select = None, exclude: Select = None)
                 raise Refusal("is not included")
             if id(module) in excluded:
                 raise Refusal("is excluded")
-            after, ulps = _judge_once(module, like, shared, verdicts)
+            after, match = _judge_once(module, like, shared, verdicts)
         except Refusal as refusal:
             skipped.append(Skipped(names[0], before.__name__, str(refusal)))
             continue
         changes.append((module, after))
-        converted.append(Converted(names[0], before.__name__, after.__name__, ulps))
+        facts = match.ulps, match.rounding, match.same_roundings
+        converted.append(Converted(names[0], before.__name__, after.__name__, *facts))
     # Only now: an error on the way here, such as one in a predicate, has left the model alone.
     for module, after in changes:
         module.__dict__[CONVERTED] = module.__class__
         module.__class__ = after
-    return Report(tuple(converted), tuple(skipped))
+    residuals = fuse_residuals(model) if residual else ()
+    return Report(tuple(converted), tuple(skipped), residuals)
 
 
 def revert(model: nn.Module) -> Report:
     """Undo :func:`convert`: give each norm that it changed its class back, in place.
 
     Args:
-        model: a converted model, or a copy of one, or one unpickled.
+        model: a converted model, a copy of one, or an unpickled one.
 
     Returns:
-        The norms that changed back. Skipped are those whose class or forward something else has
-        changed since.
+        The norms that changed back. Those whose class or forward has been changed by something
+        else since are skipped.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"revert: model must be a torch.nn.Module, not {type(model).__name__}")
@@ -226,12 +257,13 @@ def _selection(argument: str, select: Select, norms: list[tuple[list[str], nn.Mo
     return chosen
 
 
-_Verdict = tuple[type[nn.Module], int] | Refusal
+_Proof = tuple[type[nn.Module], Match]
+_Verdict = _Proof | Refusal
 
 
 def _judge_once(
     module: nn.Module, like: Tensor, shared: dict[int, Any], verdicts: dict[Any, _Verdict]
-) -> tuple[type[nn.Module], int]:
+) -> _Proof:
     """As :func:`_judge`, but the norms of a model's layers, which are alike, have one proof."""
     key = like.dtype, like.device, state_key(module)
     if key not in verdicts:
@@ -245,8 +277,8 @@ def _judge_once(
     return verdict
 
 
-def _judge(module: nn.Module, like: Tensor, shared: dict[int, Any]) -> tuple[type[nn.Module], int]:
-    """The class that the module may get and the ulps of :func:`prove`, or a Refusal."""
+def _judge(module: nn.Module, like: Tensor, shared: dict[int, Any]) -> _Proof:
+    """The class that the module may get, and what was proved of it; or a Refusal."""
     if CONVERTED in module.__dict__ or isinstance(module, (FusedLayerNorm, FusedRMSNorm)):
         raise Refusal("is fused already")
     given = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
@@ -257,25 +289,58 @@ def _judge(module: nn.Module, like: Tensor, shared: dict[int, Any]) -> tuple[typ
     try:
         _check_structure(module)
         _check_kind(like, given)
+        if like.is_meta:  # the proof is about a stand-in, of random parameters, on the CPU
+            like = torch.empty(0, dtype=like.dtype, device="cpu")
+        if gate_parameter(type(module)) is not None:
+            return _prove_with_gate(module, like, shape, shared)
         return _prove_one(module, like, shape, shared)
     except Refusal as refusal:
         cols = 16 if not shape else shape if isinstance(shape, int) else shape[-1]
         raise explain(refusal, module, like, cols, shared) from None
 
 
-def _prove_one(
-    module: nn.Module, like: Tensor, shape: Any, shared: dict[int, Any]
-) -> tuple[type[nn.Module], int]:
-    """The proof of the first formula that has one."""
-    first: Refusal | None = None  # the likeliest
+def _prove_one(module: nn.Module, like: Tensor, shape: Any, shared: dict[int, Any]) -> _Proof:
+    """The proof of the formula with the module's own roundings, or of the one that is nearest."""
+    proofs: dict[Formula, _Proof] = {}
+    refusal: Refusal | None = None  # of the likeliest formula
     for formula in _candidates(module, like):
+        if any((f.norm, f.eps) != (formula.norm, formula.eps) for f in proofs):
+            continue  # it is another one, whatever its roundings
         try:
             after = _subclassed(type(module), formula)
-            return after, prove(module, after, formula, like, shape, shared)
-        except Refusal as refusal:
-            first = first or refusal
-    assert first is not None
-    raise first
+            match = prove(module, after, formula, like, shape, shared)
+        except Refusal as reason:
+            refusal = refusal or reason
+            continue
+        proofs[formula] = after, match
+        if match.same_roundings or like.dtype.itemsize != 2:
+            return after, match
+    if not proofs:
+        assert refusal is not None
+        raise refusal
+    return min(proofs.values(), key=lambda proof: proof[1].differing)
+
+
+def _prove_with_gate(module: nn.Module, like: Tensor, shape: Any, shared: dict[int, Any]) -> _Proof:
+    """The proof of the calls with a gate, and of those without one, if it may be left out."""
+    alone: _Proof | None = None
+    parameter, eps_name = gate_parameter(type(module)), _eps_name(module)
+    if parameter is not None and parameter.default is not parameter.empty:
+        with contextlib.suppress(Refusal):
+            alone = _prove_one(module, like, shape, shared)
+    recipe: Any = None if alone is None else vars(alone[0])["_fused_recipe"]
+    without = None if recipe is None else Formula(*recipe[1:])
+    try:
+        if eps_name is None:
+            raise Refusal("has no eps")
+        gated = prove_gated(module, eps_name, without, like, shared)
+    except Refusal:
+        if alone is None:
+            raise
+        return alone
+    # A call with other roundings than before should have been asked for, as none without a gate is.
+    is_other = like.dtype.itemsize == 2 and not gated[1].same_roundings
+    return alone if alone is not None and is_other else gated
 
 
 def _subclassed(original: type[nn.Module], formula: Formula) -> type[nn.Module]:
@@ -286,9 +351,7 @@ def _subclassed(original: type[nn.Module], formula: Formula) -> type[nn.Module]:
 
 
 def _check_kind(like: Tensor, given: list[Tensor]) -> None:
-    if like.device.type == "meta":
-        raise Refusal("is on the meta device, where nothing can be proved: give it memory first")
-    if like.device.type not in ("cpu", "cuda"):
+    if like.device.type not in ("cpu", "cuda", "meta"):
         raise Refusal(f"is on {like.device.type}, for which there is no kernel")
     if like.dtype not in KERNEL_DTYPES:
         raise Refusal(f"is of {like.dtype}, for which there is no kernel")
@@ -343,10 +406,14 @@ def _candidates(module: nn.Module, like: Tensor) -> list[Formula]:
             factors.append("rounded 1 + weight")
     if "weight" in module._buffers:  # a constant, there for the sake of some other code
         factors.append("1")
+    roundings: list[Rounding] = ["once"]
+    if len(factors) > 1 and like.dtype.itemsize == 2:
+        roundings.append("before_weight")
     eps_name = _eps_name(module)
     return [
-        Formula(norm, factor, eps)
+        Formula(norm, factor, eps, rounding)
         for eps in (EPS_NUMBERS if eps_name is None else (eps_name,))
         for factor in factors
         for norm in norms
+        for rounding in roundings
     ]

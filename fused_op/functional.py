@@ -1,32 +1,32 @@
 """The public functions, and the autograd Function that records them.
 
-Each function checks its arguments (``_arguments.py``) and hands the call to ``run``, which picks
-its way: straight to a kernel, through the Function below, or past both (``_routes.py``).
+Each hands its call to ``run`` of ``_routes.py``, which picks a way: straight to a kernel, through
+the Function below, or past both. Those with PyTorch's signatures are in ``torch_functional.py``.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._arguments import as_normalized_shape, check_tensor
+from ._arguments import check_tensor
 from ._ops import register_rules
 from ._options import (
     Given,
     Gradients,
     Options,
+    Rounding,
     Shape,
     Tensors,
     Wanted,
     backward_options,
 )
-from ._routes import OVERRIDABLE, run, run_backward, run_forward
+from ._routes import overridable, run, run_backward, run_forward
 
 
+@overridable
 def fused_layer_norm(
     input: Tensor,
     weight: Tensor | None = None,
@@ -35,6 +35,7 @@ def fused_layer_norm(
     *,
     normalized_shape: Shape | None = None,
     zero_centered: bool = False,
+    rounding: Rounding = "once",
     dropout_p: float = 0.0,
     training: bool = True,
     out_dtype: torch.dtype | None = None,
@@ -45,28 +46,28 @@ def fused_layer_norm(
     Args:
         input: ``[..., *normalized_shape]``, float16, bfloat16, float32 or float64, on CPU or CUDA.
             Rows may be strided; any other layout is copied once.
-        weight: ``normalized_shape``, float16, bfloat16, float32 or float64; ``None`` means 1. Fast
-            in the dtype of ``input``, or in float32 beside a 16-bit ``input``. Any other dtype is
-            converted in each call, and its gradient converted back.
+        weight: ``normalized_shape``; ``None`` means 1. Fast in the dtype of ``input`` or, beside 16
+            bits, float32; any other of the four is converted in each call, and its gradient back.
         bias: like ``weight``; ``None`` means 0.
         eps: added to the variance before the root; finite.
         normalized_shape: the last dimensions, normalised together; default: the shape of ``weight``
             or ``bias``, else the last dimension.
-        zero_centered: multiply by ``1 + weight``, for weights that are stored minus one (Gemma,
-            Megatron's LayerNorm1p). The 1 is added in the precision of the arithmetic. With
-            ``weight=None`` the factor stays 1.
-        dropout_p: probability that an element of the output becomes 0; the others are divided by
-            ``1 - dropout_p``. It is first rounded to a multiple of ``2^-16``, and to 1 only if it
-            is 1. The mask follows ``torch.manual_seed``. The kernel makes it, backward makes it
-            again, and nothing stores it.
+        zero_centered: multiply by ``1 + weight``, added in the precision of the arithmetic, for
+            weights stored minus one (Gemma, Megatron's LayerNorm1p). Nothing without ``weight``.
+        rounding: ``"once"``: only the output is rounded to 16 bits. ``"before_weight"``: the
+            normalised values, too, as in ``weight * normalized.to(input.dtype)`` of Llama and most
+            language models. The gradient of ``weight`` is then that of the rounded values; the
+            rounding itself counts as the identity. No difference in float32 and float64.
+        dropout_p: probability, rounded to a multiple of ``2^-16`` (to 1 only from 1), that an
+            element of the output becomes 0; the others are divided by ``1 - dropout_p``. The mask
+            follows ``torch.manual_seed``; backward makes it again, and nothing stores it.
         training: ``False`` turns dropout off.
         out_dtype: dtype of the output: float32 for a 16-bit input, float16 or bfloat16 for float32;
             default: that of ``input``.
-        memory_efficient: save the output for backward instead of the input. That saves memory where
-            the output is kept anyway, as by a linear layer behind it. Backward recovers the
-            normalised values by a division by the weight: they carry the rounding of the output's
-            dtype, and a weight closer to 0 than 1e-5 counts as 1e-5. So it is not for weights that
-            start at 0. There is no second derivative, and no dropout beside it.
+        memory_efficient: save the output for backward instead of the input, which saves memory
+            where a linear layer behind it keeps the output anyway. Backward divides it by the
+            weight: the normalised values carry the rounding of the output, and a weight closer to 0
+            than 1e-5 counts as 1e-5. No second derivative, no dropout, no weights that start at 0.
 
     Returns:
         A contiguous tensor of the shape of ``input``, in ``out_dtype``. The arithmetic is in
@@ -75,20 +76,21 @@ def fused_layer_norm(
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
         TypeError: an argument is of the wrong kind.
-        ValueError: ``eps`` is NaN or infinite, or ``dropout_p`` is not between 0 and 1, or
-            dropout and ``memory_efficient`` meet.
+        ValueError: ``eps`` is not finite, ``dropout_p`` is not between 0 and 1 or stands beside
+            ``memory_efficient``, or ``rounding`` is neither of the two.
 
     Source: Ba, Kiros and Hinton 2016 (https://arxiv.org/abs/1607.06450).
     """
     given: Given = (
-        "layer_norm", eps, normalized_shape, zero_centered, dropout_p, training, out_dtype,
-        None, memory_efficient, False, False,
+        "layer_norm", eps, normalized_shape, zero_centered, rounding, dropout_p, training,
+        out_dtype, None, memory_efficient, False, False,
     )  # fmt: skip
     tensors = input, None, weight, bias, None
     output: Tensor = run(fused_layer_norm, _NormFunction, given, tensors)
     return output
 
 
+@overridable
 def fused_rms_norm(
     input: Tensor,
     weight: Tensor | None = None,
@@ -96,6 +98,7 @@ def fused_rms_norm(
     *,
     normalized_shape: Shape | None = None,
     zero_centered: bool = False,
+    rounding: Rounding = "once",
     dropout_p: float = 0.0,
     training: bool = True,
     out_dtype: torch.dtype | None = None,
@@ -106,28 +109,28 @@ def fused_rms_norm(
     Args:
         input: ``[..., *normalized_shape]``, float16, bfloat16, float32 or float64, on CPU or CUDA.
             Rows may be strided; any other layout is copied once.
-        weight: ``normalized_shape``, float16, bfloat16, float32 or float64; ``None`` means 1. Fast
-            in the dtype of ``input``, or in float32 beside a 16-bit ``input``. Any other dtype is
-            converted in each call, and its gradient converted back.
+        weight: ``normalized_shape``; ``None`` means 1. Fast in the dtype of ``input`` or, beside 16
+            bits, float32; any other of the four is converted in each call, and its gradient back.
         eps: added to the mean square before the root; finite. ``None``: the machine epsilon of the
             arithmetic (float32, or float64 for float64), as in ``torch.nn.functional.rms_norm``.
         normalized_shape: the last dimensions, normalised together; default: the shape of
             ``weight``, else the last dimension.
-        zero_centered: multiply by ``1 + weight``, for weights that are stored minus one (Gemma,
-            Megatron's LayerNorm1p). The 1 is added in the precision of the arithmetic. With
-            ``weight=None`` the factor stays 1.
-        dropout_p: probability that an element of the output becomes 0; the others are divided by
-            ``1 - dropout_p``. It is first rounded to a multiple of ``2^-16``, and to 1 only if it
-            is 1. The mask follows ``torch.manual_seed``. The kernel makes it, backward makes it
-            again, and nothing stores it.
+        zero_centered: multiply by ``1 + weight``, added in the precision of the arithmetic, for
+            weights stored minus one (Gemma, Megatron's LayerNorm1p). Nothing without ``weight``.
+        rounding: ``"once"``: only the output is rounded to 16 bits. ``"before_weight"``: the
+            normalised values, too, as in ``weight * normalized.to(input.dtype)`` of Llama and most
+            language models. The gradient of ``weight`` is then that of the rounded values; the
+            rounding itself counts as the identity. No difference in float32 and float64.
+        dropout_p: probability, rounded to a multiple of ``2^-16`` (to 1 only from 1), that an
+            element of the output becomes 0; the others are divided by ``1 - dropout_p``. The mask
+            follows ``torch.manual_seed``; backward makes it again, and nothing stores it.
         training: ``False`` turns dropout off.
         out_dtype: dtype of the output: float32 for a 16-bit input, float16 or bfloat16 for float32;
             default: that of ``input``.
-        memory_efficient: save the output for backward instead of the input. That saves memory where
-            the output is kept anyway, as by a linear layer behind it. Backward recovers the
-            normalised values by a division by the weight: they carry the rounding of the output's
-            dtype, and a weight closer to 0 than 1e-5 counts as 1e-5. So it is not for weights that
-            start at 0. There is no second derivative, and no dropout beside it.
+        memory_efficient: save the output for backward instead of the input, which saves memory
+            where a linear layer behind it keeps the output anyway. Backward divides it by the
+            weight: the normalised values carry the rounding of the output, and a weight closer to 0
+            than 1e-5 counts as 1e-5. No second derivative, no dropout, no weights that start at 0.
 
     Returns:
         A tensor of the shape of ``input``, in ``out_dtype``: contiguous, or channels-last for a
@@ -137,20 +140,21 @@ def fused_rms_norm(
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
         TypeError: an argument is of the wrong kind.
-        ValueError: ``eps`` is NaN or infinite, or ``dropout_p`` is not between 0 and 1, or
-            dropout and ``memory_efficient`` meet.
+        ValueError: ``eps`` is not finite, ``dropout_p`` is not between 0 and 1 or stands beside
+            ``memory_efficient``, or ``rounding`` is neither of the two.
 
     Source: Zhang and Sennrich 2019 (https://arxiv.org/abs/1910.07467).
     """
     given: Given = (
-        "rms_norm", eps, normalized_shape, zero_centered, dropout_p, training, out_dtype,
-        None, memory_efficient, False, False,
+        "rms_norm", eps, normalized_shape, zero_centered, rounding, dropout_p, training,
+        out_dtype, None, memory_efficient, False, False,
     )  # fmt: skip
     tensors = input, None, weight, None, None
     output: Tensor = run(fused_rms_norm, _NormFunction, given, tensors)
     return output
 
 
+@overridable
 def fused_add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -160,6 +164,7 @@ def fused_add_layer_norm(
     *,
     normalized_shape: Shape | None = None,
     zero_centered: bool = False,
+    rounding: Rounding = "once",
     dropout_p: float = 0.0,
     training: bool = True,
     residual_dtype: torch.dtype | None = None,
@@ -171,23 +176,23 @@ def fused_add_layer_norm(
         input: ``[..., *normalized_shape]``, float16, bfloat16, float32 or float64, on CPU or CUDA.
             Rows may be strided; any other layout is copied once.
         residual: shape and device of ``input``; its dtype, or float32 beside a 16-bit ``input``.
-        weight: ``normalized_shape``, float16, bfloat16, float32 or float64; ``None`` means 1. Fast
-            in the dtype of ``input``, or in float32 beside a 16-bit ``input``. Any other dtype is
-            converted in each call, and its gradient converted back.
+        weight: ``normalized_shape``; ``None`` means 1. Fast in the dtype of ``input`` or, beside 16
+            bits, float32; any other of the four is converted in each call, and its gradient back.
         bias: like ``weight``; ``None`` means 0.
         eps: added to the variance before the root; finite.
         normalized_shape: the last dimensions, normalised together; default: the shape of ``weight``
             or ``bias``, else the last dimension.
-        zero_centered: multiply by ``1 + weight``, for weights that are stored minus one (Gemma,
-            Megatron's LayerNorm1p). The 1 is added in the precision of the arithmetic. With
-            ``weight=None`` the factor stays 1.
-        dropout_p: probability that an element of ``input`` becomes 0 before the addition; the
-            others are divided by ``1 - dropout_p``. It is first rounded to a multiple of ``2^-16``,
-            and to 1 only if it is 1. The mask follows ``torch.manual_seed``. The kernel makes it,
-            backward makes it again, and nothing stores it.
+        zero_centered: multiply by ``1 + weight``, added in the precision of the arithmetic, for
+            weights stored minus one (Gemma, Megatron's LayerNorm1p). Nothing without ``weight``.
+        rounding: ``"once"``: only the output is rounded to 16 bits. ``"before_weight"``: the
+            normalised values, too, as in ``weight * normalized.to(input.dtype)`` of Llama and most
+            language models. The gradient of ``weight`` is then that of the rounded values; the
+            rounding itself counts as the identity. No difference in float32 and float64.
+        dropout_p: probability, rounded to a multiple of ``2^-16`` (to 1 only from 1), that an
+            element of ``input`` becomes 0 before the addition; the others are divided by
+            ``1 - dropout_p``. The mask follows ``torch.manual_seed``; it is made again, not stored.
         training: ``False`` turns dropout off.
-        residual_dtype: dtype of the sum: that of ``residual`` (the default), or float32 beside
-            16-bit rows.
+        residual_dtype: dtype of the sum: that of ``residual``, or float32 beside 16-bit rows.
         out_dtype: dtype of the output: float32 for a 16-bit input, float16 or bfloat16 for float32;
             default: that of ``input``.
 
@@ -200,21 +205,22 @@ def fused_add_layer_norm(
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
         TypeError: an argument is of the wrong kind.
-        ValueError: ``eps`` is NaN or infinite, or ``dropout_p`` is not between 0 and 1.
+        ValueError: ``eps`` is not finite, ``dropout_p`` not between 0 and 1, or ``rounding`` wrong.
 
     Source: Ba, Kiros and Hinton 2016 (https://arxiv.org/abs/1607.06450).
     """
     if residual is None:
         check_tensor("fused_add_layer_norm", "residual", residual)
     given: Given = (
-        "layer_norm", eps, normalized_shape, zero_centered, dropout_p, training, out_dtype,
-        residual_dtype, False, False, False,
+        "layer_norm", eps, normalized_shape, zero_centered, rounding, dropout_p, training,
+        out_dtype, residual_dtype, False, False, False,
     )  # fmt: skip
     tensors = input, residual, weight, bias, None
     outputs: tuple[Tensor, Tensor] = run(fused_add_layer_norm, _NormFunction, given, tensors)
     return outputs
 
 
+@overridable
 def fused_add_rms_norm(
     input: Tensor,
     residual: Tensor,
@@ -223,6 +229,7 @@ def fused_add_rms_norm(
     *,
     normalized_shape: Shape | None = None,
     zero_centered: bool = False,
+    rounding: Rounding = "once",
     dropout_p: float = 0.0,
     training: bool = True,
     residual_dtype: torch.dtype | None = None,
@@ -234,23 +241,23 @@ def fused_add_rms_norm(
         input: ``[..., *normalized_shape]``, float16, bfloat16, float32 or float64, on CPU or CUDA.
             Rows may be strided; any other layout is copied once.
         residual: shape and device of ``input``; its dtype, or float32 beside a 16-bit ``input``.
-        weight: ``normalized_shape``, float16, bfloat16, float32 or float64; ``None`` means 1. Fast
-            in the dtype of ``input``, or in float32 beside a 16-bit ``input``. Any other dtype is
-            converted in each call, and its gradient converted back.
+        weight: ``normalized_shape``; ``None`` means 1. Fast in the dtype of ``input`` or, beside 16
+            bits, float32; any other of the four is converted in each call, and its gradient back.
         eps: added to the mean square before the root; finite. ``None``: the machine epsilon of the
             arithmetic (float32, or float64 for float64), as in ``torch.nn.functional.rms_norm``.
         normalized_shape: the last dimensions, normalised together; default: the shape of
             ``weight``, else the last dimension.
-        zero_centered: multiply by ``1 + weight``, for weights that are stored minus one (Gemma,
-            Megatron's LayerNorm1p). The 1 is added in the precision of the arithmetic. With
-            ``weight=None`` the factor stays 1.
-        dropout_p: probability that an element of ``input`` becomes 0 before the addition; the
-            others are divided by ``1 - dropout_p``. It is first rounded to a multiple of ``2^-16``,
-            and to 1 only if it is 1. The mask follows ``torch.manual_seed``. The kernel makes it,
-            backward makes it again, and nothing stores it.
+        zero_centered: multiply by ``1 + weight``, added in the precision of the arithmetic, for
+            weights stored minus one (Gemma, Megatron's LayerNorm1p). Nothing without ``weight``.
+        rounding: ``"once"``: only the output is rounded to 16 bits. ``"before_weight"``: the
+            normalised values, too, as in ``weight * normalized.to(input.dtype)`` of Llama and most
+            language models. The gradient of ``weight`` is then that of the rounded values; the
+            rounding itself counts as the identity. No difference in float32 and float64.
+        dropout_p: probability, rounded to a multiple of ``2^-16`` (to 1 only from 1), that an
+            element of ``input`` becomes 0 before the addition; the others are divided by
+            ``1 - dropout_p``. The mask follows ``torch.manual_seed``; it is made again, not stored.
         training: ``False`` turns dropout off.
-        residual_dtype: dtype of the sum: that of ``residual`` (the default), or float32 beside
-            16-bit rows.
+        residual_dtype: dtype of the sum: that of ``residual``, or float32 beside 16-bit rows.
         out_dtype: dtype of the output: float32 for a 16-bit input, float16 or bfloat16 for float32;
             default: that of ``input``.
 
@@ -263,80 +270,19 @@ def fused_add_rms_norm(
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
         TypeError: an argument is of the wrong kind.
-        ValueError: ``eps`` is NaN or infinite, or ``dropout_p`` is not between 0 and 1.
+        ValueError: ``eps`` is not finite, ``dropout_p`` not between 0 and 1, or ``rounding`` wrong.
 
     Source: Zhang and Sennrich 2019 (https://arxiv.org/abs/1910.07467).
     """
     if residual is None:
         check_tensor("fused_add_rms_norm", "residual", residual)
     given: Given = (
-        "rms_norm", eps, normalized_shape, zero_centered, dropout_p, training, out_dtype,
-        residual_dtype, False, False, False,
+        "rms_norm", eps, normalized_shape, zero_centered, rounding, dropout_p, training,
+        out_dtype, residual_dtype, False, False, False,
     )  # fmt: skip
     tensors = input, residual, weight, None, None
     outputs: tuple[Tensor, Tensor] = run(fused_add_rms_norm, _NormFunction, given, tensors)
     return outputs
-
-
-def layer_norm(
-    input: Tensor,
-    normalized_shape: Shape,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    """:func:`fused_layer_norm` with the signature of ``torch.nn.functional.layer_norm``.
-
-    Args:
-        input: ``[..., *normalized_shape]``, float16, bfloat16, float32 or float64, on CPU or CUDA.
-        normalized_shape: the last dimensions, normalised together.
-        weight: ``normalized_shape``, float16, bfloat16, float32 or float64; ``None`` means 1.
-        bias: like ``weight``; ``None`` means 0.
-        eps: added to the variance before the root; finite.
-
-    Returns:
-        A contiguous tensor of the shape and dtype of ``input``.
-
-    Raises:
-        RuntimeError, TypeError, ValueError: whatever PyTorch's function raises, with its sentence.
-    """
-    if normalized_shape is None:
-        as_normalized_shape("layer_norm", input, normalized_shape)
-    given: Given = (
-        "layer_norm", eps, normalized_shape, False, 0.0, True, None, None, False, False, False,
-    )  # fmt: skip
-    output: Tensor = run(layer_norm, _NormFunction, given, (input, None, weight, bias, None))
-    return output
-
-
-def rms_norm(
-    input: Tensor,
-    normalized_shape: Shape,
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor:
-    """:func:`fused_rms_norm` with the signature of ``torch.nn.functional.rms_norm``.
-
-    Args:
-        input: ``[..., *normalized_shape]``, float16, bfloat16, float32 or float64, on CPU or CUDA.
-        normalized_shape: the last dimensions, normalised together.
-        weight: ``normalized_shape``, float16, bfloat16, float32 or float64; ``None`` means 1.
-        eps: added to the mean square before the root; finite. ``None``: the machine epsilon of the
-            arithmetic (float32, or float64 for float64).
-
-    Returns:
-        A tensor of the shape and dtype of ``input``: contiguous, or channels-last like it.
-
-    Raises:
-        RuntimeError, TypeError, ValueError: whatever PyTorch's function raises, with its sentence.
-    """
-    if normalized_shape is None:
-        as_normalized_shape("rms_norm", input, normalized_shape)
-    given: Given = (
-        "rms_norm", eps, normalized_shape, False, 0.0, True, None, None, False, False, False,
-    )  # fmt: skip
-    output: Tensor = run(rms_norm, _NormFunction, given, (input, None, weight, None, None))
-    return output
 
 
 class _NormFunction(torch.autograd.Function):
@@ -442,6 +388,7 @@ def norm_to_main_grad(op: Any, module: Any, tensors: Tensors) -> Any:
         module.eps,
         normalized_shape=module.normalized_shape,
         zero_centered=module.zero_centered,
+        rounding=module.rounding,
         dropout_p=module.dropout_p,
         training=module.training,
         out_dtype=module.out_dtype,
@@ -450,20 +397,3 @@ def norm_to_main_grad(op: Any, module: Any, tensors: Tensors) -> Any:
         main_grad=True,
     )
     return run(op, _NormFunction, options, tensors)
-
-
-def _names(op: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    parameters = inspect.signature(op).parameters.values()
-    keywords = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-    return tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY), keywords
-
-
-for _op in (
-    fused_layer_norm,
-    fused_rms_norm,
-    fused_add_layer_norm,
-    fused_add_rms_norm,
-    layer_norm,
-    rms_norm,
-):
-    OVERRIDABLE[_op.__name__] = _names(_op)

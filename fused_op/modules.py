@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ._arguments import KERNEL_DTYPES, check_eps, check_extras
-from ._options import Shape
+from ._options import Rounding, Shape
 from .functional import (
     fused_add_layer_norm,
     fused_add_rms_norm,
@@ -66,6 +66,7 @@ class _Extras:
     """
 
     zero_centered: bool = False
+    rounding: Rounding = "once"
     dropout_p: float = 0.0
     out_dtype: torch.dtype | None = None
     residual_dtype: torch.dtype | None = None
@@ -85,7 +86,7 @@ class _Extras:
         ``nn.TransformerEncoderLayer`` reads the parameters of its norms past ``forward`` in
         inference, unless one of its modules has a hook.
         """
-        if self.zero_centered or self.out_dtype is not None:
+        if self.zero_centered or self.rounding != "once" or self.out_dtype is not None:
             self.register_forward_pre_hook(_do_nothing)
 
     def _options(self: Any) -> dict[str, Any]:
@@ -93,6 +94,7 @@ class _Extras:
         return {
             "normalized_shape": self.normalized_shape,
             "zero_centered": self.zero_centered,
+            "rounding": self.rounding,
             "dropout_p": self.dropout_p,
             # Not read without need: torch.compile compiles once more where it changes.
             "training": not self.dropout_p or self.training,
@@ -102,7 +104,7 @@ class _Extras:
     def _extras_repr(self) -> str:
         """Whatever is not the default."""
         return "".join(
-            f", {name}={getattr(self, name)}"
+            f", {name}={getattr(self, name)!r}"
             for name in _Extras.__annotations__
             if getattr(self, name) != getattr(_Extras, name)
         )
@@ -120,6 +122,8 @@ class FusedLayerNorm(_Extras, nn.LayerNorm):
         dtype: of the parameters; beside a 16-bit input float32 costs nothing.
         zero_centered: multiply by ``1 + weight``; the weight is initialised to 0. A ``state_dict``
             does not tell: PyTorch's class, which loads it too, would multiply by ``weight``.
+        rounding: ``"once"``, or ``"before_weight"``: the normalised values are rounded to the dtype
+            of the input before the weight, as in Llama; see the function.
         dropout_p: of the output, while the module is in training mode.
         out_dtype: of the output; default: that of the input.
         memory_efficient: as in :func:`fused_op.fused_layer_norm`.
@@ -147,6 +151,7 @@ class FusedLayerNorm(_Extras, nn.LayerNorm):
         dtype: Any = None,
         *,
         zero_centered: bool = False,
+        rounding: Rounding = "once",
         dropout_p: float = 0.0,
         out_dtype: torch.dtype | None = None,
         memory_efficient: bool = False,
@@ -155,6 +160,7 @@ class FusedLayerNorm(_Extras, nn.LayerNorm):
         """See the class."""
         self._set_extras(
             zero_centered=zero_centered,
+            rounding=rounding,
             dropout_p=dropout_p,
             out_dtype=out_dtype,
             memory_efficient=memory_efficient,
@@ -208,6 +214,8 @@ class FusedRMSNorm(_Extras, nn.RMSNorm):
         dtype: of the weight; beside a 16-bit input float32 costs nothing.
         zero_centered: multiply by ``1 + weight``; the weight is initialised to 0. A ``state_dict``
             does not tell: PyTorch's class, which loads it too, would multiply by ``weight``.
+        rounding: ``"once"``, or ``"before_weight"``: the normalised values are rounded to the dtype
+            of the input before the weight, as in Llama; see the function.
         dropout_p: of the output, while the module is in training mode.
         out_dtype: of the output; default: that of the input.
         memory_efficient: as in :func:`fused_op.fused_rms_norm`.
@@ -231,6 +239,7 @@ class FusedRMSNorm(_Extras, nn.RMSNorm):
         dtype: Any = None,
         *,
         zero_centered: bool = False,
+        rounding: Rounding = "once",
         dropout_p: float = 0.0,
         out_dtype: torch.dtype | None = None,
         memory_efficient: bool = False,
@@ -239,6 +248,7 @@ class FusedRMSNorm(_Extras, nn.RMSNorm):
         """See the class."""
         self._set_extras(
             zero_centered=zero_centered,
+            rounding=rounding,
             dropout_p=dropout_p,
             out_dtype=out_dtype,
             memory_efficient=memory_efficient,
@@ -305,6 +315,7 @@ class FusedAddLayerNorm(FusedLayerNorm):
         dtype: Any = None,
         *,
         zero_centered: bool = False,
+        rounding: Rounding = "once",
         dropout_p: float = 0.0,
         residual_dtype: torch.dtype | None = None,
         out_dtype: torch.dtype | None = None,
@@ -315,6 +326,7 @@ class FusedAddLayerNorm(FusedLayerNorm):
         super().__init__(
             *(normalized_shape, eps, elementwise_affine, bias, device, dtype),
             zero_centered=zero_centered,
+            rounding=rounding,
             dropout_p=dropout_p,
             out_dtype=out_dtype,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
@@ -360,6 +372,7 @@ class FusedAddRMSNorm(FusedRMSNorm):
         dtype: Any = None,
         *,
         zero_centered: bool = False,
+        rounding: Rounding = "once",
         dropout_p: float = 0.0,
         residual_dtype: torch.dtype | None = None,
         out_dtype: torch.dtype | None = None,
@@ -370,6 +383,7 @@ class FusedAddRMSNorm(FusedRMSNorm):
         super().__init__(
             *(normalized_shape, eps, elementwise_affine, device, dtype),
             zero_centered=zero_centered,
+            rounding=rounding,
             dropout_p=dropout_p,
             out_dtype=out_dtype,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,

@@ -1,35 +1,68 @@
 """Each op in plain PyTorch operations: the truth that tests, benchmarks and docs compare with.
 
-The arithmetic is in float32 (float64 for float64 inputs) and a result is rounded once. Called with
-float64 copies of its inputs, a function gives the truth for every other dtype. All of it can be
-differentiated any number of times, in any mode; PyTorch's own ``layer_norm`` is not used, because
-its third derivatives are wrong.
+The arithmetic is float32 (float64 for float64 inputs), and a result is rounded once. Called with
+float64 copies of its inputs, a function gives the truth for every other dtype. The exception is
+``rounding="before_weight"``, because float64 has nothing to round. Everything can be differentiated
+any number of times, in any mode. PyTorch's own ``layer_norm`` is not used, because its third
+derivatives are wrong.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._contexts import unrecorded
 from ._options import (
+    Activation,
     BackwardOptions,
     BackwardTensors,
     Gradients,
     Norm,
+    Rounding,
     Shape,
     Wanted,
     compute_dtype,
     default_ndim,
     machine_eps,
+    rounds_first,
 )
 from ._philox import dropout_state, keep_mask, keep_scale
 
-# norm, x, how many dimensions are normalised, what they are multiplied by, what is added, eps
-Normalize = Callable[[Norm, Tensor, int, Tensor | None, Tensor | None, float], Tensor]
+
+class Affine(NamedTuple):
+    """What becomes of normalised values: they are rounded, multiplied and added to."""
+
+    factor: Tensor | None
+    offset: Tensor | None
+    round_to: torch.dtype | None
+
+
+# norm, x, how many dimensions are normalised, eps, and what follows
+Normalize = Callable[[Norm, Tensor, int, float, Affine], Tensor]
+
+
+class QuantizedNorm(NamedTuple):
+    """What a norm with a quantised output returns; what was not asked for is None."""
+
+    quantized: Tensor
+    scale: Tensor
+    output: Tensor | None
+    sum: Tensor | None
+
+
+# quantized.py has them.
+fused_rms_norm_quantized: Callable[..., QuantizedNorm]
+fused_layer_norm_quantized: Callable[..., QuantizedNorm]
+fused_add_rms_norm_quantized: Callable[..., QuantizedNorm]
+fused_add_layer_norm_quantized: Callable[..., QuantizedNorm]
+# _rope_formula.py has them.
+fused_rms_norm_rope: Callable[..., Tensor]
+fused_qk_norm_rope: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def fused_layer_norm(
@@ -40,24 +73,23 @@ def fused_layer_norm(
     *,
     normalized_shape: Shape | None = None,
     zero_centered: bool = False,
+    rounding: Rounding = "once",
     dropout_p: float = 0.0,
     training: bool = True,
     out_dtype: torch.dtype | None = None,
     memory_efficient: bool = False,
 ) -> Tensor:
     """Twin of :func:`fused_op.fused_layer_norm`; ``memory_efficient`` changes nothing here."""
-    p = dropout_p if training else 0.0
-    state = dropout_state(input) if p > 0 else None
     return compute(
         "layer_norm",
         input,
         weight=weight,
         bias=bias,
-        rng_state=state,
         eps=eps,
         normalized_shape=normalized_shape,
         zero_centered=zero_centered,
-        dropout_p=p,
+        rounding=rounding,
+        **_dropout(input, dropout_p, training),
         output_dtype=out_dtype,
     )[0]
 
@@ -69,23 +101,22 @@ def fused_rms_norm(
     *,
     normalized_shape: Shape | None = None,
     zero_centered: bool = False,
+    rounding: Rounding = "once",
     dropout_p: float = 0.0,
     training: bool = True,
     out_dtype: torch.dtype | None = None,
     memory_efficient: bool = False,
 ) -> Tensor:
     """Twin of :func:`fused_op.fused_rms_norm`; ``memory_efficient`` changes nothing here."""
-    p = dropout_p if training else 0.0
-    state = dropout_state(input) if p > 0 else None
     return compute(
         "rms_norm",
         input,
         weight=weight,
-        rng_state=state,
         eps=eps,
         normalized_shape=normalized_shape,
         zero_centered=zero_centered,
-        dropout_p=p,
+        rounding=rounding,
+        **_dropout(input, dropout_p, training),
         output_dtype=out_dtype,
     )[0]
 
@@ -99,25 +130,24 @@ def fused_add_layer_norm(
     *,
     normalized_shape: Shape | None = None,
     zero_centered: bool = False,
+    rounding: Rounding = "once",
     dropout_p: float = 0.0,
     training: bool = True,
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Twin of :func:`fused_op.fused_add_layer_norm`."""
-    p = dropout_p if training else 0.0
-    state = dropout_state(input) if p > 0 else None
     output, sum = compute(
         "layer_norm",
         input,
         residual=residual,
         weight=weight,
         bias=bias,
-        rng_state=state,
         eps=eps,
         normalized_shape=normalized_shape,
         zero_centered=zero_centered,
-        dropout_p=p,
+        rounding=rounding,
+        **_dropout(input, dropout_p, training),
         output_dtype=out_dtype,
         sum_dtype=residual_dtype,
     )
@@ -133,29 +163,35 @@ def fused_add_rms_norm(
     *,
     normalized_shape: Shape | None = None,
     zero_centered: bool = False,
+    rounding: Rounding = "once",
     dropout_p: float = 0.0,
     training: bool = True,
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Twin of :func:`fused_op.fused_add_rms_norm`."""
-    p = dropout_p if training else 0.0
-    state = dropout_state(input) if p > 0 else None
     output, sum = compute(
         "rms_norm",
         input,
         residual=residual,
         weight=weight,
-        rng_state=state,
         eps=eps,
         normalized_shape=normalized_shape,
         zero_centered=zero_centered,
-        dropout_p=p,
+        rounding=rounding,
+        **_dropout(input, dropout_p, training),
         output_dtype=out_dtype,
         sum_dtype=residual_dtype,
     )
     assert sum is not None
     return output, sum
+
+
+def _dropout(input: Tensor, p: float, training: bool) -> dict[str, Any]:
+    """The arguments of ``compute`` for dropout with a new mask, or without."""
+    if not training or p == 0:
+        return {}
+    return {"dropout_p": p, "rng_state": dropout_state(input)}
 
 
 def layer_norm(
@@ -181,14 +217,199 @@ def rms_norm(
     return compute("rms_norm", input, weight=weight, eps=eps, normalized_shape=normalized_shape)[0]
 
 
-def normalize(
-    norm: Norm, x: Tensor, ndim: int, factor: Tensor | None, offset: Tensor | None, eps: float
+def fused_l2_norm(input: Tensor, eps: float = 1e-6) -> Tensor:
+    """Twin of :func:`fused_op.fused_l2_norm`."""
+    normalized, _ = _normalized("l2_norm", _cast(input, compute_dtype(input)), 1, eps)
+    return contiguous(_cast(normalized, input.dtype))
+
+
+def fused_gated_rms_norm(
+    input: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    group_size: int | None = None,
+    activation: Activation = "silu",
+    gate_first: bool = False,
+    zero_centered: bool = False,
+    rounding: Rounding = "once",
 ) -> Tensor:
+    """Twin of :func:`fused_op.fused_gated_rms_norm`."""
+    compute = compute_dtype(input)
+    x, gate = _cast(input, compute), _cast(gate, compute)
+    factor = torch.sigmoid(gate) if activation == "sigmoid" else gate * torch.sigmoid(gate)
+    if gate_first:
+        x = x * factor
+    cols = x.shape[-1]
+    size = cols if group_size is None else group_size
+    grouped = x if size == cols else x.reshape(*x.shape[:-1], cols // size, size)
+    x, _ = _normalized("rms_norm", grouped, 1, machine_eps(input) if eps is None else eps)
+    x = x if size == cols else x.flatten(-2)
+    if rounds_first(rounding, input.dtype):
+        x = rounded(x, input.dtype)
+    if weight is not None:
+        x = x * _factor(weight, compute, zero_centered)
+        if rounds_first(rounding, input.dtype) and weight.dtype == input.dtype:
+            # Where 1 is added, the factor has 32 bits, and so has the product.
+            x = x if zero_centered else rounded(x, input.dtype)
+    if not gate_first:
+        x = x * factor
+    return contiguous(_cast(x, input.dtype))
+
+
+def fused_modulated_layer_norm(
+    input: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Twin of :func:`fused_op.fused_modulated_layer_norm`."""
+    return modulated("layer_norm", input, scale, shift, weight, bias, eps)
+
+
+def fused_modulated_rms_norm(
+    input: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """Twin of :func:`fused_op.fused_modulated_rms_norm`."""
+    return modulated("rms_norm", input, scale, shift, weight, None, eps)
+
+
+def fused_gated_add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """Twin of :func:`fused_op.fused_gated_add_layer_norm`."""
+    sum = gated_sum(input, residual, gate)
+    return modulated("layer_norm", sum, scale, shift, weight, bias, eps), sum
+
+
+def fused_gated_add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Twin of :func:`fused_op.fused_gated_add_rms_norm`."""
+    sum = gated_sum(input, residual, gate)
+    return modulated("rms_norm", sum, scale, shift, weight, None, eps), sum
+
+
+def modulated(
+    norm: Norm,
+    input: Tensor,
+    scale: Tensor,
+    shift: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+) -> Tensor:
+    """The formula of the modulated norms."""
+    compute = compute_dtype(input)
+    affine = Affine(
+        None if weight is None else _cast(weight, compute),
+        None if bias is None else _cast(bias, compute),
+        None,
+    )
+    x = normalize(
+        norm, _cast(input, compute), 1, machine_eps(input) if eps is None else eps, affine
+    )
+    x = x * (_cast(beside(scale, input), compute) + 1.0)
+    if shift is not None:
+        x = x + _cast(beside(shift, input), compute)
+    return contiguous(_cast(x, input.dtype))
+
+
+def gated_sum(input: Tensor, residual: Tensor, gate: Tensor) -> Tensor:
+    """``residual + gate * input``, rounded once."""
+    compute = compute_dtype(input)
+    branch = _cast(beside(gate, input), compute) * _cast(input, compute)
+    return contiguous(_cast(_cast(residual, compute) + branch, residual.dtype))
+
+
+def beside(entries: Tensor, input: Tensor) -> Tensor:
+    """Rows that rows of input share, in a shape that broadcasts: their first dimensions are its."""
+    leading = entries.dim() - 1
+    if leading in (0, input.dim() - 1):
+        return entries
+    ones = [1] * (input.dim() - entries.dim())
+    return entries.reshape(*entries.shape[:-1], *ones, entries.shape[-1])
+
+
+def fused_rms_norm_add(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    zero_centered: bool = False,
+    rounding: Rounding = "once",
+    residual_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Twin of :func:`fused_op.fused_rms_norm_add`."""
+    branch = fused_rms_norm(input, weight, eps, zero_centered=zero_centered, rounding=rounding)
+    return residual.to(residual_dtype or residual.dtype) + branch
+
+
+def fused_post_add_pre_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    post_weight: Tensor | None = None,
+    pre_weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    zero_centered: bool = False,
+    rounding: Rounding = "once",
+    residual_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Twin of :func:`fused_op.fused_post_add_pre_rms_norm`."""
+    branch = fused_rms_norm(input, post_weight, eps, zero_centered=zero_centered, rounding=rounding)
+    return fused_add_rms_norm(
+        branch,
+        residual,
+        pre_weight,
+        eps,
+        zero_centered=zero_centered,
+        rounding=rounding,
+        residual_dtype=residual_dtype,
+    )
+
+
+def normalize(norm: Norm, x: Tensor, ndim: int, eps: float, affine: Affine) -> Tensor:
     """The formula of a norm, in the dtype of x."""
-    output, _ = _normalized(norm, x, ndim, eps)
-    if factor is not None:
-        output = output * factor
+    normalized, _ = _normalized(norm, x, ndim, eps)
+    return apply_affine(affine, normalized)
+
+
+def apply_affine(affine: Affine, x: Tensor) -> Tensor:
+    """``rounded(x) * factor + offset``."""
+    factor, offset, round_to = affine
+    x = rounded(x, round_to)
+    output = x if factor is None else x * factor
     return output if offset is None else output + offset
+
+
+def rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The numbers of ``x.to(dtype)``, if there is one, in the dtype of x.
+
+    To derivatives it is x, which ``to`` alone would not be: it rounds gradients, too.
+    """
+    return x if dtype is None else x + (x.to(dtype).to(x.dtype) - x).detach()
 
 
 def compute(
@@ -202,6 +423,7 @@ def compute(
     eps: float | None = None,
     normalized_shape: Shape | None = None,
     zero_centered: bool = False,
+    rounding: Rounding = "once",
     dropout_p: float = 0.0,
     output_dtype: torch.dtype | None = None,
     sum_dtype: torch.dtype | None = None,
@@ -223,7 +445,9 @@ def compute(
         x = sum = _cast(addend + residual.to(compute), sum_dtype or residual.dtype)
     factor = None if weight is None else _factor(weight, compute, zero_centered)
     offset = None if bias is None else _cast(bias, compute)
-    output = normalize(norm, _cast(x, compute), len(shape), factor, offset, eps)
+    round_to = input.dtype if rounds_first(rounding, input.dtype) else None
+    affine = Affine(factor, offset, round_to)
+    output = normalize(norm, _cast(x, compute), len(shape), eps, affine)
     if residual is None and dropout_p > 0:
         output = _drop(output, rng_state, dropout_p, len(shape))
     return _cast(output, output_dtype or input.dtype), sum
@@ -239,7 +463,7 @@ def normalize_backward(
     the next derivative. x is never the output.
     """
     grad_output, grad_sum, x, weight, _, _, rng_state = tensors
-    norm, normalized_ndim, eps, zero_centered, dropout_p, *_ = options
+    norm, normalized_ndim, eps, zero_centered, rounding, dropout_p, *_ = options
     input_dtype, residual_dtype = options.input_dtype, options.residual_dtype
     eps = machine_eps(x) if eps is None else eps
     compute = compute_dtype(x)
@@ -264,6 +488,8 @@ def normalize_backward(
             grad_x = _drop(grad_x, rng_state, dropout_p, normalized_ndim)
         grad_input = _cast(grad_x, input_dtype)
     if wanted[2]:
+        if rounds_first(rounding, input_dtype):
+            normalized = rounded(normalized, input_dtype)
         grad_weight = _cast(_sum_rows(grad * normalized, normalized_ndim), options.param_dtype)
     if wanted[3]:
         grad_bias = _cast(_sum_rows(grad, normalized_ndim), options.param_dtype)
@@ -321,7 +547,14 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def _normalized(norm: Norm, x: Tensor, normalized_ndim: int, eps: float) -> tuple[Tensor, Tensor]:
+def contiguous(x: Tensor) -> Tensor:
+    """``x.contiguous()``, but never the same tensor again, as ``_cast``."""
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def _normalized(
+    norm: Norm | Literal["l2_norm"], x: Tensor, normalized_ndim: int, eps: float
+) -> tuple[Tensor, Tensor]:
     """(normalized x, rstd), before weight and bias."""
     dims = _last_dims(normalized_ndim)
     low, high = _bounds(x.detach(), dims)
@@ -335,7 +568,9 @@ def _normalized(norm: Norm, x: Tensor, normalized_ndim: int, eps: float) -> tupl
         mean = x.detach().mean(dims, keepdim=True)
         x = x - mean.clamp(low * scale, high * scale)
         x = x - x.mean(dims, keepdim=True)
-    rstd = (x.square().mean(dims, keepdim=True) + eps * scale * scale).rsqrt()
+    squares = x.square()
+    total = squares.sum(dims, keepdim=True) if norm == "l2_norm" else squares.mean(dims, True)
+    rstd = (total + eps * scale * scale).rsqrt()
     return x * rstd, rstd * scale
 
 

@@ -1,4 +1,4 @@
-"""The tables of tests/test_bad_input.py, and their calls: by the fused ops, and by PyTorch's.
+"""The tables of interface/test_bad_input.py, and their calls: by the fused ops, and by PyTorch's.
 
 `norm(input, weight, ...)` stands for each op, `layer` for those that have a bias. An op that adds
 gets a residual of zeros, so that every op of a kind has one answer.

@@ -1,6 +1,6 @@
 """Norms as other libraries write them, modules that only look like one, and rows for them.
 
-They need no other library: tests/test_convert_architectures.py has the real ones.
+They need no other library: tests/convert/test_convert_architectures.py has the real ones.
 """
 
 import torch
@@ -229,13 +229,15 @@ class LogsInTraining(LlamaNorm):
 
 
 class NeedsGate(LlamaNorm):
+    """Of an activation that no kernel has."""
+
     def forward(self, hidden_states, gate):
-        return super().forward(hidden_states) * F.silu(gate)
+        return super().forward(hidden_states) * F.gelu(gate)
 
 
 class NeedsOptionalGate(LlamaNorm):
     def forward(self, hidden_states, gate=None):
-        return super().forward(hidden_states) * F.silu(gate)
+        return super().forward(hidden_states) * F.gelu(gate)
 
 
 class Activation(nn.Module):

@@ -72,7 +72,7 @@ OPS = [
     _op("fused_add_layer_norm", "input", "residual", "weight", "bias"),
     _op("fused_add_rms_norm", "input", "residual", "weight"),
 ]
-# Each norm, with a residual and without; tests/test_zero_centered.py has the others.
+# Each norm, with a residual and without; tests/numerics/test_zero_centered.py has the others.
 OPS += [zero_centered(OPS[1]), zero_centered(OPS[2])]
 
 

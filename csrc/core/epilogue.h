@@ -1,14 +1,26 @@
 // Epilogues: what becomes of the normalised value x̂, and what of the gradient on its way back. An
 // epilogue is one struct; the element types of its streams are template arguments. Torch-free.
 //
-//   load()   the parameters of one pack
-//   apply()  x̂ to y, in place: of a lane's packs 0, 1, 2 and so on
+//   Args               what the kernel takes: NormForwardArgs, or a struct that derives from them
+//   first_parameter()  where the parameters of a row begin, where rows have different ones
+//   load()             the parameters of one pack
+//   Beside             the packs of a lane that it takes beside x̂, where it reads rows of its own
+//   load_beside()      starts their loads, with those of the row
+//   apply()            x̂ to y, in place: of a lane's packs 0, 1, 2 and so on
+//   normalizer         a member of those alone that normalise other elements of the row, too
 //
 // Backward is the way back, of one row like the epilogue itself.
 //
-//   load()      what it needs of the parameters of one pack
-//   pullback()  x̂ and dy to the gradient of x̂; adds to `sums` what the parameters' gradients gain
-//   recover()   y to x̂, in place, where kFromOutput: backward then reads y and not x
+//   Args           NormBackwardArgs, or a struct that derives from them
+//   kGrouped       whether rows have different parameters: row r has those of group r % groups,
+//                  or, with kEntries, of an entry that neighbours share (core/modulated.h); then
+//                  load_entry() takes the row, too
+//   kReadsBeside   whether it reads rows of its own; then beside() are those, of BesideRow, and
+//                  store_beside() stores their gradients
+//   load()         what it needs of the parameters of one pack
+//   pullback()     x̂ and dy to the gradient of x̂; adds to `sums` what the parameters' gradients
+//                  gain, and turns a pack of the rows beside into their gradient
+//   recover()      y to x̂, in place, where kFromOutput: backward then reads y and not x
 #pragma once
 
 #include <type_traits>
@@ -27,10 +39,19 @@ struct ParameterSums {
   A bias[N];
 };
 
+// Tells an epilogue that has to know how its row is normalised.
+template <typename Epilogue, typename A>
+FUSED_OP_HD void tell(Epilogue& epilogue, const Normalizer<A>& normalizer) {
+  if constexpr (requires { epilogue.normalizer; }) {
+    epilogue.normalizer = normalizer;
+  }
+}
+
 // y = dropout(x̂ · weight + bias); RMSNorm has no bias. An absent weight is 1, an absent bias 0.
 // With kRecovers, backward takes x̂ from y.
 template <typename W, typename Y, bool kDropout = false, bool kRecovers = false>
 struct Affine {
+  using Args = NormForwardArgs;
   using Output = Y;
 
   template <int N>
@@ -39,6 +60,9 @@ struct Affine {
     Pack<W, N> bias;
   };
 
+  template <int N, int kVectors>
+  struct Beside {};
+
   const NormForwardArgs& args;
   DropoutPacks mask;
 
@@ -46,27 +70,35 @@ struct Affine {
   FUSED_OP_HD Affine(const NormForwardArgs& call, std::int64_t row, const Lane& lane)
       : args(call), mask(kDropout ? call.dropout : Dropout{}, row, lane.first, Lane::kStep) {}
 
-  // Columns `col` to col + N of the parameters, where `inside`.
+  FUSED_OP_HD static constexpr int first_parameter(const NormForwardArgs&, std::int64_t) {
+    return 0;
+  }
+  template <typename Access, typename Lane, int N, int kVectors>
+  FUSED_OP_HD static void load_beside(const NormForwardArgs&, std::int64_t, const Lane&,
+                                      Beside<N, kVectors>&) {}
+
+  // Columns `col` to col + N of the parameters, of which `valid`, N at most, are in the row.
   template <typename Norm, typename Access, int N, typename Col>
-  FUSED_OP_HD static Parameters<N> load(const NormForwardArgs& args, Col col, bool inside) {
+  FUSED_OP_HD static Parameters<N> load(const NormForwardArgs& args, Col col, int valid) {
     Parameters<N> parameters;
-    parameters.weight = Access::template parameter<W, N>(args.weight, col, inside, 1);
-    if constexpr (Norm::kCentered) {
-      parameters.bias = Access::template parameter<W, N>(args.bias, col, inside, 0);
+    parameters.weight = Access::template parameter<W, N>(args.weight, col, valid, 1);
+    if constexpr (Norm::kHasBias) {
+      parameters.bias = Access::template parameter<W, N>(args.bias, col, valid, 0);
     }
     return parameters;
   }
 
-  template <typename Norm, int N, typename A>
-  FUSED_OP_HD void apply(const Parameters<N>& parameters, int i, A (&values)[N]) {
+  template <typename Norm, int N, int kVectors, typename A>
+  FUSED_OP_HD void apply(const Parameters<N>& parameters, const Beside<N, kVectors>&, int i,
+                         A (&values)[N]) {
     A weight[N], bias[N];
     to_values(parameters.weight, weight);
-    if constexpr (Norm::kCentered) {
+    if constexpr (Norm::kHasBias) {
       to_values(parameters.bias, bias);
     }
     for (int j = 0; j < N; ++j) {
       values[j] =
-          Norm::kCentered ? multiply_add(values[j], weight[j], bias[j]) : values[j] * weight[j];
+          Norm::kHasBias ? multiply_add(values[j], weight[j], bias[j]) : values[j] * weight[j];
     }
     if constexpr (kDropout) {
       mask.apply(args.dropout, i, values);
@@ -75,7 +107,11 @@ struct Affine {
 
   struct Backward {
     static_assert(!kDropout || !kRecovers, "what is dropped cannot be recovered");
+    using Args = NormBackwardArgs;
     static constexpr bool kFromOutput = kRecovers;
+    static constexpr bool kGrouped = false;
+    static constexpr bool kEntries = false;
+    static constexpr bool kReadsBeside = false;
     using Parameter = W;  // the dtype of the parameters' gradients
 
     template <int N>
@@ -96,12 +132,15 @@ struct Affine {
     FUSED_OP_HD Backward(const NormBackwardArgs& call, std::int64_t row)
         : args(call), mask(kDropout ? DropoutState(call.dropout) : DropoutState(Dropout{}), row) {}
 
+    FUSED_OP_HD static constexpr int first_parameter(const NormBackwardArgs&, std::int64_t) {
+      return 0;
+    }
     template <typename Norm, typename Access, int N, typename Col>
-    FUSED_OP_HD static Parameters<N> load(const NormBackwardArgs& args, Col col, bool inside) {
+    FUSED_OP_HD static Parameters<N> load(const NormBackwardArgs& args, Col col, int valid) {
       Parameters<N> parameters;
-      parameters.weight = Access::template parameter<W, N>(args.weight, col, inside, 1);
+      parameters.weight = Access::template parameter<W, N>(args.weight, col, valid, 1);
       if constexpr (kRecovers) {
-        parameters.bias = Access::template parameter<W, N>(args.bias, col, inside, 0);
+        parameters.bias = Access::template parameter<W, N>(args.bias, col, valid, 0);
       }
       return parameters;
     }
@@ -117,7 +156,7 @@ struct Affine {
       for (int j = 0; j < N; ++j) {
         grad_xhat[j] *= dy[j];
         sums.weight[j] = multiply_add(dy[j], xhat[j], sums.weight[j]);
-        if constexpr (Norm::kCentered) {
+        if constexpr (Norm::kHasBias) {
           sums.bias[j] += dy[j];
         }
       }
@@ -131,9 +170,36 @@ struct Affine {
       for (int j = 0; j < N; ++j) {
         const A smallest = copysign(static_cast<A>(kSmallestWeight), weight[j]);
         const bool small = fabs(weight[j]) < static_cast<A>(kSmallestWeight);
-        values[j] = (Norm::kCentered ? values[j] - bias[j] : values[j]) *
+        values[j] = (Norm::kHasBias ? values[j] - bias[j] : values[j]) *
                     inverse(small ? smallest : weight[j]);
       }
+    }
+  };
+};
+
+// An epilogue of x̂ as T has it: what reads `xhat.to(dtype) * weight` in a model. Whoever calls
+// pullback() keeps the exact x̂, of which dx is made.
+template <typename Epilogue, typename T>
+struct RoundsFirst : Epilogue {
+  using Epilogue::Epilogue;
+
+  template <typename Norm, int N, typename Parameters, typename Beside, typename A>
+  FUSED_OP_HD void apply(const Parameters& parameters, const Beside& beside, int i,
+                         A (&values)[N]) {
+    to_values(rounded<T>(values), values);
+    Epilogue::template apply<Norm>(parameters, beside, i, values);
+  }
+
+  struct Backward : Epilogue::Backward {
+    using Epilogue::Backward::Backward;
+
+    template <typename Norm, int N, typename Parameters, typename A, typename Col>
+    FUSED_OP_HD void pullback(const Parameters& parameters, Col col, const A (&xhat)[N], A (&dy)[N],
+                              A (&grad_xhat)[N], ParameterSums<N, A>& sums) const {
+      A rounded_xhat[N];
+      to_values(rounded<T>(xhat), rounded_xhat);
+      Epilogue::Backward::template pullback<Norm>(parameters, col, rounded_xhat, dy, grad_xhat,
+                                                  sums);
     }
   };
 };

@@ -10,7 +10,11 @@
 namespace fused_op {
 
 enum class DType : int { kFloat16, kBFloat16, kFloat32, kFloat64 };
-enum class NormKind : int { kLayerNorm, kRmsNorm };
+// kIdentity: the row itself, which a gate multiplies; in backward on the GPU alone.
+enum class NormKind : int { kLayerNorm, kRmsNorm, kL2Norm, kBiasedRmsNorm, kIdentity };
+// Where 16 bits are rounded to: the output alone, or x̂ to the dtype of the input as well. Backward
+// takes that rounding for the identity; the gradient of the weight is that of the rounded x̂.
+enum class Rounding : int { kOnce, kBeforeWeight };
 
 FUSED_OP_HD constexpr int size_of(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
@@ -41,6 +45,7 @@ struct NormForwardArgs {
   NormKind kind = NormKind::kLayerNorm;
   DType dtype = DType::kFloat32;        // of what is normalised: the input, or the sum
   DType param_dtype = DType::kFloat32;  // of weight and bias
+  Rounding rounding = Rounding::kOnce;
   std::int64_t rows = 0;
   std::int64_t cols = 0;
   ConstRows input;
@@ -58,6 +63,7 @@ struct NormBackwardArgs {
   NormKind kind = NormKind::kLayerNorm;
   DType dtype = DType::kFloat32;  // of x
   DType param_dtype = DType::kFloat32;
+  Rounding rounding = Rounding::kOnce;
   std::int64_t rows = 0;
   std::int64_t cols = 0;
   ConstRows x;                   // what was normalised: the input, or the sum
@@ -77,6 +83,16 @@ struct NormBackwardArgs {
   Dropout dropout;               // as in forward; of the input if drops_input
   bool drops_input = false;
 };
+
+// Gradients of parameters: of the weight, and of the bias where there may be one.
+constexpr int grads_of(NormKind kind) {
+  return kind == NormKind::kLayerNorm || kind == NormKind::kBiasedRmsNorm ? 2 : 1;
+}
+
+// Whether x̂ of a call is rounded before the weight: in 32 bits and more there is nothing to round.
+inline bool rounds_first(Rounding rounding, DType input) {
+  return rounding == Rounding::kBeforeWeight && size_of(input) == 2;
+}
 
 // Parameters that the GPU's core table takes beside rows of `dtype`.
 inline bool is_tuned_pair(DType dtype, DType param_dtype) {

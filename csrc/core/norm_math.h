@@ -4,8 +4,13 @@
 //
 //   RMSNorm    x̂ = x · rstd,           rstd = 1 / √(Σx²/cols + eps),           y = x̂·weight
 //
+//   L2Norm     x̂ = x · rstd,           rstd = 1 / √(Σx² + eps),                y = x̂
+//
+//   BiasedRmsNorm is RMSNorm with a bias: what a shift is to its rows.
+//
 // Backward, with wdy = dy·weight:
-//   dx = rstd · (wdy - Σwdy/cols - x̂·Σ(wdy·x̂)/cols),  RMSNorm without the middle term
+//   dx = rstd · (wdy - Σwdy/cols - x̂·Σ(wdy·x̂)/cols),  RMSNorm without the middle term,
+//   and L2Norm without the division by cols
 //
 //   dweight = Σ over rows of dy·x̂,  dbias = Σ over rows of dy
 //
@@ -154,9 +159,11 @@ FUSED_OP_HD A scaled_eps(A eps, A scale) {
 }
 
 struct LayerNorm {
-  static constexpr bool kCentered = true;  // has a mean, and so a bias
-  static constexpr int kStats = 2;         // rows of the statistics: mean, rstd
-  static constexpr int kGrads = 2;         // parameter gradients: weight, bias
+  static constexpr bool kCentered = true;  // has a mean
+  static constexpr bool kHasBias = true;
+  static constexpr bool kOfMean = true;  // of squares, not of their sum
+  static constexpr int kStats = 2;       // rows of the statistics: mean, rstd
+  static constexpr int kGrads = 2;       // parameter gradients: weight, bias
 
   template <typename A>
   FUSED_OP_HD static Normalizer<A> normalizer(const Moments<A>& moments, A scale, A inverse_cols,
@@ -184,6 +191,8 @@ struct LayerNorm {
 
 struct RmsNorm {
   static constexpr bool kCentered = false;
+  static constexpr bool kHasBias = false;
+  static constexpr bool kOfMean = true;
   static constexpr int kStats = 1;
   static constexpr int kGrads = 1;
 
@@ -205,6 +214,37 @@ struct RmsNorm {
   template <typename A>
   FUSED_OP_HD static SavedStats<A> saved(const A* stats, std::int64_t row, std::int64_t) {
     return {A(0), stats[row]};
+  }
+};
+
+struct BiasedRmsNorm : RmsNorm {
+  static constexpr bool kHasBias = true;
+  static constexpr int kGrads = 2;
+};
+
+struct L2Norm : RmsNorm {
+  static constexpr bool kOfMean = false;
+
+  template <typename A>
+  FUSED_OP_HD static Normalizer<A> normalizer(const Moments<A>& moments, A scale, A, A eps) {
+    return RmsNorm::normalizer(moments, scale, A(1), eps);
+  }
+};
+
+// No norm: rows of which only the product with a factor is taken, and that product's gradients.
+struct Identity {
+  static constexpr bool kCentered = false;
+  static constexpr bool kHasBias = false;
+  static constexpr int kStats = 0;
+  static constexpr int kGrads = 1;
+
+  template <typename A>
+  FUSED_OP_HD static A normalized(A x, const Normalizer<A>&) {
+    return x;
+  }
+  template <typename A>
+  FUSED_OP_HD static SavedStats<A> saved(const A*, std::int64_t, std::int64_t) {
+    return {A(0), A(1)};
   }
 };
 
@@ -231,12 +271,17 @@ struct Pullback {
   FUSED_OP_HD Pullback(const PullbackSums<A>& sums, const Normalizer<A>& n, A inverse_cols)
       : rstd(n.true_rstd()),
         mean_wdy(sums.wdy * inverse_cols),
-        along_xhat(sums.wdy_xhat * inverse_cols * rstd) {}
+        along_xhat((Norm::kOfMean ? sums.wdy_xhat * inverse_cols : sums.wdy_xhat) * rstd) {}
 
   FUSED_OP_HD A operator()(A wdy, A xhat) const {
     const A centered = Norm::kCentered ? wdy - mean_wdy : wdy;
     return multiply_add(-xhat, along_xhat, centered * rstd);
   }
+};
+template <typename A>
+struct Pullback<Identity, A> {
+  FUSED_OP_HD Pullback(const PullbackSums<A>&, const Normalizer<A>&, A) {}
+  FUSED_OP_HD A operator()(A wdy, A) const { return wdy; }
 };
 
 }  // namespace fused_op

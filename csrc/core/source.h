@@ -5,17 +5,22 @@
 //   load()      starts the loads of a lane's packs, and computes nothing that would wait for them
 //   finish()    makes of them the row that is normalised, as packs of Row, and stores what backward
 //               will read
+//   read()      packs of that row again, after finish()
 //
 // `lane` says which packs of the row are a lane's (Lane of cuda/access.cuh). Packs past the row's
 // end are zero.
 //
 // Backward is the way back, of one row like the source itself.
 //
+//   Saved              elements of what is read as x
 //   kReadsSum          whether a gradient may arrive through the row itself, which forward stored
 //   sum_arrives()      whether it does
+//   kReadsBeside       whether the row is made of x and of rows beside it; then beside() are those,
+//                      of BesideRow, and combine() makes the row, of x
 //   wanted()           whether any gradient leaves
 //   leave(), store()   dx of a pack, the arriving gradient included, to the packs of the gradients
-//                      that leave; and those to memory
+//                      that leave; and those to memory. leave() also takes the packs of x and of
+//                      the rows beside it, where there are any.
 #pragma once
 
 #include <type_traits>
@@ -60,6 +65,10 @@ struct Plain {
     Access::load(lane, input, loaded.input);
   }
   template <typename Access, typename Lane, int N, int kVectors>
+  FUSED_OP_HD void read(const Lane& lane, Pack<Row, N> (&row)[kVectors]) const {
+    Access::load(lane, input, row);
+  }
+  template <typename Access, typename Lane, int N, int kVectors>
   FUSED_OP_HD void finish(const Lane&, const Loaded<N, kVectors>& loaded,
                           Pack<Row, N> (&row)[kVectors]) const {
     for (int i = 0; i < kVectors; ++i) {
@@ -71,6 +80,8 @@ struct Plain {
   struct Backward {
     static constexpr bool kAtTwoStrides = kSplit;
     static constexpr bool kReadsSum = false;
+    static constexpr bool kReadsBeside = false;
+    using Saved = X;
     using GradSum = X;
 
     template <int N, int kCount>
@@ -141,6 +152,10 @@ struct AddResidual {
     Access::load(lane, residual, loaded.residual);
   }
   template <typename Access, typename Lane, int N, int kVectors>
+  FUSED_OP_HD void read(const Lane& lane, Pack<Row, N> (&row)[kVectors]) const {
+    Access::load(lane, sum, row);
+  }
+  template <typename Access, typename Lane, int N, int kVectors>
   FUSED_OP_HD void finish(const Lane& lane, const Loaded<N, kVectors>& loaded,
                           Pack<Row, N> (&row)[kVectors]) const {
     DropoutPacks mask(kDropout ? args.dropout : Dropout{}, number, lane.first, Lane::kStep);
@@ -167,6 +182,8 @@ struct AddResidual {
   struct Backward {
     static constexpr bool kAtTwoStrides = false;
     static constexpr bool kReadsSum = true;
+    static constexpr bool kReadsBeside = false;
+    using Saved = S;
     static constexpr bool kTwoGradients = kDropout || !std::is_same_v<X, R>;
     using GradSum = S;
 

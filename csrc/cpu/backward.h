@@ -9,8 +9,12 @@
 
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
-template <int kLanes, int kCols, typename Norm, typename A>
+// As for Forward, of X and W.
+template <int kLanes, int kCols, typename Norm, typename A, typename X, typename W>
 class Backward {
+  static constexpr bool kMayBeLong = kCols == 0 && kLanes * sizeof(A) >= 64;
+  static constexpr int kAtOnce = FUSED_OP_CPU_ROWS;  // whose sums stay in registers
+
  public:
   explicit Backward(const NormBackwardArgs& call)
       : args_(call),
@@ -18,38 +22,39 @@ class Backward {
         drops_output_(call.dropout.active && !call.drops_input),
         wants_dx_(call.grad_input.data != nullptr || call.grad_residual.data != nullptr),
         wants_grads_(call.grad_weight != nullptr || call.grad_bias != nullptr),
-        is_direct_(call.grad_input.data != nullptr && call.grad_input.dtype == kDTypeOf<A> &&
+        is_direct_(call.grad_input.data != nullptr && call.grad_input.dtype == kDTypeOf<X> &&
                    !call.drops_input && call.grad_residual.data == nullptr),
-        weight_(call.weight, call.param_dtype, cols_, A(1)),
-        bias_(call.bias, call.param_dtype, call.x_is_output ? cols_ : 0, A(0)) {}
+        weight_(call.weight, call.param_dtype, cols_, rounded<W>(A(1))),
+        bias_(call.bias, call.param_dtype, call.x_is_output ? cols_ : 0, rounded<W>(A(0))) {}
 
   void run(std::int64_t first_chunk, std::int64_t last_chunk) {
     const std::int64_t chunks = norm_backward_chunks(args_);
-    const std::int64_t tile_rows = std::max<std::int64_t>(2, rows_of_tile(cols_));
     for (std::int64_t chunk = first_chunk; chunk < last_chunk; ++chunk) {
+      A* sums = nullptr;
       if (wants_grads_) {
-        begin_grads(static_cast<A*>(args_.workspace) + chunk * Norm::kGrads * cols_);
+        sums = static_cast<A*>(args_.workspace) + chunk * Norm::kGrads * cols_;
       }
-      const std::int64_t last_row = args_.rows * (chunk + 1) / chunks;
-      for (std::int64_t row = args_.rows * chunk / chunks; row < last_row; row += tile_rows) {
-        const Tile tile{row, std::min(tile_rows, last_row - row), 0, cols_};
-        if (!is_long(cols_)) {
-          run_tile(tile);
-        } else if (tile.rows == 2) {
-          run_long_rows<2>(row);
-        } else {
-          run_long_rows<1>(row);
-        }
-      }
-      if (wants_grads_) {
-        end_grads();
-      }
+      run_rows(args_.rows * chunk / chunks, args_.rows * (chunk + 1) / chunks, sums);
+    }
+  }
+
+  // `sums`: [kGrads, cols], what the rows add to the gradients of the parameters; null: unwanted.
+  void run_rows(std::int64_t first_row, std::int64_t last_row, void* sums) {
+    const std::int64_t tile_rows = std::max<std::int64_t>(kAtOnce, rows_of_tile(cols_));
+    if (wants_grads_) {
+      begin_grads(static_cast<A*>(sums));
+    }
+    for (std::int64_t row = first_row; row < last_row; row += tile_rows) {
+      run_some({row, std::min(tile_rows, last_row - row), 0, cols_});
+    }
+    if (wants_grads_) {
+      end_grads();
     }
   }
 
  private:
   void begin_grads(A* sums) {
-    grads_ = {sums, Norm::kCentered ? sums + cols_ : sums};
+    grads_ = {sums, Norm::kHasBias ? sums + cols_ : sums};
     std::fill_n(sums, Norm::kGrads * cols_, A(0));
     std::fill_n(tail_weight_, kLanes, A(0));
     std::fill_n(tail_bias_, kLanes, A(0));
@@ -58,9 +63,23 @@ class Backward {
     const ParameterGrads<A> last = grads_.from(cols_ - kLanes);
     for (int j = 0; j < kLanes; ++j) {  // what was skipped is 0
       last.weight[j] += tail_weight_[j];
-      if (Norm::kCentered) {
+      if (Norm::kHasBias) {
         last.bias[j] += tail_bias_[j];
       }
+    }
+  }
+
+  void run_some(const Tile& tile) {
+    if constexpr (kMayBeLong) {
+      if (is_long(cols_)) {
+        tile.rows == kAtOnce ? run_long_rows<kAtOnce>(tile.row) : run_long_rows<1>(tile.row);
+        return;
+      }
+    }
+    if constexpr (kCols > 0) {
+      run_narrow(tile);
+    } else {
+      run_tile(tile);
     }
   }
 
@@ -70,78 +89,104 @@ class Backward {
     return {found.scale, found.mean, A(-0.0), found.rstd};
   }
   // x̂ itself is read where x is the output.
-  RowIn<A> row_in(const A* x, const A* dy, const Normalizer<A>& normalizer) const {
+  RowIn<X, A> row_in(const X* x, const X* dy, const Normalizer<A>& normalizer) const {
     return {x, dy, args_.x_is_output ? plain_normalizer(A(0), A(1)) : normalizer};
   }
 
-  View<A> read_x(const Tile& tile) {
-    if (!args_.x_is_output) {
+  // Rows of 16 bits are read as they are; dispatch saw to it that they can be.
+  View<X> read_x(const Tile& tile) {
+    if constexpr (!std::is_same_v<X, A>) {
+      return view_tile<X>(args_.x, tile);
+    } else if (!args_.x_is_output) {
       return read_tile(args_.x, tile, x_, kCols > 0);
+    } else {
+      copy_tile(args_.x, tile, x_);
+      for (std::int64_t r = 0; r < tile.rows; ++r) {
+        recover_xhat(weight_.from(tile.col, tile.cols), bias_.from(tile.col, tile.cols), tile.cols,
+                     x_ + r * tile.cols);
+      }
+      return {x_, tile.cols};
     }
-    copy_tile(args_.x, tile, x_);
-    for (std::int64_t r = 0; r < tile.rows; ++r) {
-      recover_xhat(weight_.values() + tile.col, bias_.values() + tile.col, tile.cols,
-                   x_ + r * tile.cols);
-    }
-    return {x_, tile.cols};
   }
-  View<A> read_dy(const Tile& tile) {
-    if (!drops_output_) {
+  View<X> read_dy(const Tile& tile) {
+    if constexpr (!std::is_same_v<X, A>) {
+      return view_tile<X>(args_.grad_output, tile);
+    } else if (!drops_output_) {
       return read_tile(args_.grad_output, tile, dy_, kCols > 0);
+    } else {
+      copy_tile(args_.grad_output, tile, dy_);
+      drop_tile(args_.dropout, tile, dy_);
+      return {dy_, tile.cols};
     }
-    copy_tile(args_.grad_output, tile, dy_);
-    drop_tile(args_.dropout, tile, dy_);
-    return {dy_, tile.cols};
+  }
+  View<X> read_dsum(const Tile& tile) {
+    if (args_.grad_sum.data == nullptr) {
+      return {};
+    }
+    if constexpr (!std::is_same_v<X, A>) {
+      return view_tile<X>(args_.grad_sum, tile);
+    } else {
+      return read_tile(args_.grad_sum, tile, dsum_, kCols > 0);
+    }
   }
 
-  template <int kRows>
-  void add(RowIn<A> (&rows)[kRows], std::int64_t col, std::int64_t cols, PullbackTotals* totals) {
+  // Calls function(met) with x̂ as the gradient of the weight has it.
+  template <typename Function>
+  void with_met(const Function& function) {
+    if (wants_grads_) {
+      with_rounding<X>(args_.rounding, args_.grad_input.dtype, function);
+    } else {
+      function(Unwanted());
+    }
+  }
+
+  template <typename Met, int kRows>
+  void add(const RowIn<X, A> (&rows)[kRows], std::int64_t col, std::int64_t cols,
+           PullbackTotals* totals) {
     bool all_plain = true;
-    for (const RowIn<A>& row : rows) {
+    for (const RowIn<X, A>& row : rows) {
       all_plain = all_plain && is_plain(row.normalizer);
     }
     if (all_plain) {
-      for (RowIn<A>& row : rows) {
-        row.normalizer = plain_normalizer(row.normalizer.mean, row.normalizer.rstd);
-      }
-      add_some<kRows>(rows, col, cols, totals);
-    } else {
-      add_some<kRows>(rows, col, cols, totals);
+      add_some<Met, true>(rows, col, cols, totals);
+      return;
+    }
+    for (int r = 0; r < kRows; ++r) {  // few rows are not: their sums are the same one by one
+      const RowIn<X, A> one[1] = {rows[r]};
+      add_some<Met, false>(one, col, cols, totals + r);
     }
   }
-  template <int kRows>
-  FUSED_OP_CPU_INLINE void add_some(const RowIn<A> (&rows)[kRows], std::int64_t col,
+  template <typename Met, bool kPlain, int kRows>
+  FUSED_OP_CPU_INLINE void add_some(const RowIn<X, A> (&rows)[kRows], std::int64_t col,
                                     std::int64_t cols, PullbackTotals* totals) {
-    const A* const weight = weight_.values() + col;
+    const W* const weight = weight_.from(col, cols);
     const ParameterGrads<A> tail{tail_weight_, tail_bias_};
-    if (wants_grads_) {
-      add_pullback<kRows, kLanes, Norm, true>(rows, weight, cols, totals, grads_.from(col), tail);
-    } else {
-      add_pullback<kRows, kLanes, Norm, false>(rows, weight, cols, totals, grads_, tail);
-    }
+    constexpr bool kWanted = !std::is_same_v<Met, Unwanted>;
+    add_pullback<kRows, kLanes, Norm, Met, kPlain>(rows, weight, cols, totals,
+                                                   kWanted ? grads_.from(col) : grads_, tail);
   }
+  A inverse_divisor() const { return A(1) / static_cast<A>(divisor(args_.kind, cols_)); }
   Pullback<Norm, A> pullback(const PullbackTotals& totals, const Normalizer<A>& normalizer) const {
     const PullbackSums<A> sums{static_cast<A>(totals.wdy_xhat), static_cast<A>(totals.wdy)};
-    return {sums, normalizer, A(1) / static_cast<A>(cols_)};
+    return {sums, normalizer, inverse_divisor()};
   }
 
-  A* dx_of(const Tile& tile) const {
-    return is_direct_ ? static_cast<A*>(args_.grad_input.data) + tile.row * cols_ + tile.col : dx_;
-  }
-  void write(const RowIn<A>& row, const A* dsum, std::int64_t col, std::int64_t cols,
-             const Pullback<Norm, A>& pulled, A* dx, const RowIn<A>& next) {
-    const A* const weight = weight_.values() + col;
-    if (dsum != nullptr) {
-      write_dx<kLanes, Norm, true>(row.x, row.dy, weight, dsum, row.normalizer, pulled, cols, dx,
-                                   next);
-    } else {
-      write_dx<kLanes, Norm, false>(row.x, row.dy, weight, dsum, row.normalizer, pulled, cols, dx,
-                                    next);
+  X* dx_of(const Tile& tile) const {
+    if constexpr (std::is_same_v<X, A>) {
+      if (!is_direct_) {
+        return dx_;
+      }
     }
+    return static_cast<X*>(args_.grad_input.data) + tile.row * cols_ + tile.col;
   }
-  View<A> read_dsum(const Tile& tile) {
-    return args_.grad_sum.data == nullptr ? View<A>()
-                                          : read_tile(args_.grad_sum, tile, dsum_, kCols > 0);
+  void write(const RowIn<X, A>& row, const X* dsum, std::int64_t col, std::int64_t cols,
+             const Pullback<Norm, A>& pulled, X* dx, const RowIn<X, A>& next) {
+    const W* const weight = weight_.from(col, cols);
+    if (dsum != nullptr) {
+      write_dx<kLanes, Norm, true>(row, weight, dsum, pulled, cols, dx, next);
+    } else {
+      write_dx<kLanes, Norm, false>(row, weight, dsum, pulled, cols, dx, next);
+    }
   }
   void finish(const Tile& tile) {
     if (is_direct_) {
@@ -155,32 +200,31 @@ class Backward {
   }
 
   void run_tile(const Tile& tile) {
-    const View<A> x = read_x(tile);
-    const View<A> dy = read_dy(tile);
-    const View<A> dsum = wants_dx_ ? read_dsum(tile) : View<A>();
-    A* const dx = dx_of(tile);
-    if (kCols > 0 && run_narrow(tile, x.first, dy.first, dsum.first, dx)) {
-      finish(tile);
-      return;
-    }
+    const View<X> x = read_x(tile);
+    const View<X> dy = read_dy(tile);
+    const View<X> dsum = wants_dx_ ? read_dsum(tile) : View<X>();
+    X* const dx = dx_of(tile);
     Normalizer<A> normalizers[kTileRows];
     PullbackTotals totals[kTileRows];
     for (std::int64_t r = 0; r < tile.rows; ++r) {
       normalizers[r] = saved(tile.row + r);
+      totals[r] = {0, 0};
     }
     const auto row = [&](std::int64_t r) { return row_in(x.row(r), dy.row(r), normalizers[r]); };
-    std::int64_t r = 0;
-    for (; r + 2 <= tile.rows; r += 2) {
-      RowIn<A> pair[2] = {row(r), row(r + 1)};
-      add<2>(pair, 0, cols_, totals + r);
-    }
-    if (r < tile.rows) {
-      RowIn<A> last[1] = {row(r)};
-      add<1>(last, 0, cols_, totals + r);
-    }
+    with_met([&]<typename Met>(Met) {
+      std::int64_t r = 0;
+      for (; kAtOnce == 2 && r + 2 <= tile.rows; r += 2) {
+        const RowIn<X, A> pair[2] = {row(r), row(r + 1)};
+        add<Met>(pair, 0, cols_, totals + r);
+      }
+      for (; r < tile.rows; ++r) {
+        const RowIn<X, A> one[1] = {row(r)};
+        add<Met>(one, 0, cols_, totals + r);
+      }
+    });
     if (wants_dx_) {
-      for (r = 0; r < tile.rows; ++r) {
-        const A* const addend = dsum.first == nullptr ? nullptr : dsum.row(r);
+      for (std::int64_t r = 0; r < tile.rows; ++r) {
+        const X* const addend = dsum.first == nullptr ? nullptr : dsum.row(r);
         write(row(r), addend, 0, cols_, pullback(totals[r], normalizers[r]), dx + r * cols_,
               {x.row(r + tile.rows), dy.row(r + tile.rows), {}});
       }
@@ -188,8 +232,9 @@ class Backward {
     }
   }
 
-  // False where it does not fit: rows with a scale, or of which no dx is wanted.
-  bool run_narrow(const Tile& tile, const A* x, const A* dy, const A* dsum, A* dx) {
+  // Each row in a lane of its own, but for tiles with a row of a scale, or of which no dx is
+  // wanted.
+  void run_narrow(const Tile& tile) {
     const A* const stats = static_cast<const A*>(args_.stats);
     const A* const rstd = stats + (Norm::kStats - 1) * args_.rows + tile.row;
     bool is_plain = wants_dx_ && !args_.x_is_output;
@@ -197,60 +242,65 @@ class Backward {
       is_plain = is_plain && !(rstd[r] < Limits<A>::kTinyRstd);
     }
     if (!is_plain) {
-      return false;
+      Backward<1, 0, Norm, A, A, A> general(args_);
+      general.grads_ = grads_;
+      general.run_tile(tile);
+      return;
     }
+    const A* const x = read_x(tile).first;
+    const A* const dy = read_dy(tile).first;
+    const A* const dsum = read_dsum(tile).first;
     const A* const mean = stats + tile.row;  // of RMSNorm never used
-    const A* const weight = weight_.values();
-    constexpr int kNarrow = kCols > 0 ? kCols : 1;
-    if (wants_grads_ && dsum == nullptr) {
-      backward_narrow<kNarrow, Norm, true, false>(x, dy, weight, dsum, mean, rstd, tile.rows, dx,
-                                                  grads_);
-    } else if (wants_grads_) {
-      backward_narrow<kNarrow, Norm, true, true>(x, dy, weight, dsum, mean, rstd, tile.rows, dx,
-                                                 grads_);
-    } else if (dsum == nullptr) {
-      backward_narrow<kNarrow, Norm, false, false>(x, dy, weight, dsum, mean, rstd, tile.rows, dx,
-                                                   grads_);
-    } else {
-      backward_narrow<kNarrow, Norm, false, true>(x, dy, weight, dsum, mean, rstd, tile.rows, dx,
-                                                  grads_);
-    }
-    return true;
+    const A* const weight = weight_.from(0, cols_);
+    A* const dx = dx_of(tile);
+    with_met([&]<typename Met>(Met) {
+      if (dsum == nullptr) {
+        backward_narrow<kCols, Norm, Met, false>(x, dy, weight, dsum, mean, rstd, tile.rows,
+                                                 inverse_divisor(), dx, grads_);
+      } else {
+        backward_narrow<kCols, Norm, Met, true>(x, dy, weight, dsum, mean, rstd, tile.rows,
+                                                inverse_divisor(), dx, grads_);
+      }
+    });
+    finish(tile);
   }
 
   // In parts, which are read again for dx.
   template <int kRows>
   void run_long_rows(std::int64_t number) {
     Normalizer<A> normalizers[kRows];
-    PullbackTotals totals[kRows];
+    PullbackTotals totals[kRows] = {};
     for (int r = 0; r < kRows; ++r) {
       normalizers[r] = saved(number + r);
     }
     for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
       count = piece(col, cols_, kTileCols);
       const Tile part{number, kRows, col, count};
-      const View<A> x = read_x(part);
-      const View<A> dy = read_dy(part);
-      RowIn<A> rows[kRows];
+      const View<X> x = read_x(part);
+      const View<X> dy = read_dy(part);
+      RowIn<X, A> rows[kRows];
       for (int r = 0; r < kRows; ++r) {
         rows[r] = row_in(x.row(r), dy.row(r), normalizers[r]);
       }
-      add<kRows>(rows, col, count, totals);
+      with_met([&]<typename Met>(Met) { add<Met>(rows, col, count, totals); });
     }
     for (int r = 0; wants_dx_ && r < kRows; ++r) {
       const Pullback<Norm, A> pulled = pullback(totals[r], normalizers[r]);
       for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
         count = piece(col, cols_, kTileCols);
         const Tile part{number + r, 1, col, count};
-        const View<A> x = read_x(part);
-        const View<A> dy = read_dy(part);
-        const RowIn<A> row = row_in(x.first, dy.first, normalizers[r]);
-        const RowIn<A> next = row_in(x.row(kRows), dy.row(kRows), normalizers[r]);
+        const View<X> x = read_x(part);
+        const View<X> dy = read_dy(part);
+        const RowIn<X, A> row = row_in(x.first, dy.first, normalizers[r]);
+        const RowIn<X, A> next = row_in(x.row(kRows), dy.row(kRows), normalizers[r]);
         write(row, read_dsum(part).first, col, count, pulled, dx_of(part), next);
         finish(part);
       }
     }
   }
+
+  template <int, int, typename, typename, typename, typename>
+  friend class Backward;
 
   const NormBackwardArgs& args_;
   const std::int64_t cols_;
@@ -258,7 +308,7 @@ class Backward {
   const bool wants_dx_;
   const bool wants_grads_;
   const bool is_direct_;  // dx is written as it is computed
-  const Parameter<A> weight_, bias_;
+  Parameter<W> weight_, bias_;
   ParameterGrads<A> grads_;  // of the chunk
   A tail_weight_[kLanes], tail_bias_[kLanes];
   A* const x_ = tile_buffer<A>(0);
@@ -267,22 +317,44 @@ class Backward {
   A* const dx_ = tile_buffer<A>(3);
 };
 
-inline void backward_rows(const NormBackwardArgs& args, std::int64_t first_chunk,
-                          std::int64_t last_chunk) {
+// Calls function(backward) with the Backward of the call's types.
+template <typename Function>
+void with_backward(const NormBackwardArgs& args, const Function& function) {
+  const auto is_ready = [&](const ConstRows& rows) {
+    return rows.data == nullptr || lies_ready(rows, args.dtype);
+  };
+  const bool wants_dx = args.grad_input.data != nullptr || args.grad_residual.data != nullptr;
+  const bool converts = !is_ready(args.x) || !is_ready(args.grad_output) ||
+                        !is_ready(args.grad_sum) || args.x_is_output || args.dropout.active ||
+                        args.grad_residual.data != nullptr ||
+                        (wants_dx && args.grad_input.dtype != args.dtype);
   const auto run = [&]<int kLanes, int kCols, typename Norm, typename A>() {
-    Backward<(kLanes > 8 ? kLanes / 2 : kLanes), kCols, Norm, A>(args).run(first_chunk, last_chunk);
+    const auto run_elements = [&]<typename X, typename W>() {
+      Backward<(kLanes > 8 ? kLanes / 2 : kLanes), kCols, Norm, A, X, W> backward(args);
+      function(backward);
+    };
+    const DType rows = converts ? kDTypeOf<A> : args.dtype;
+    with_elements<kLanes, A>(rows, args.param_dtype, run_elements);
   };
   with_types(args.kind, args.dtype, args.cols, run);
 }
 
+inline void backward_rows(const NormBackwardArgs& args, std::int64_t first_chunk,
+                          std::int64_t last_chunk) {
+  with_backward(args, [&](auto& backward) { backward.run(first_chunk, last_chunk); });
+}
+
 // Adds the partial sums of the chunks, in their order.
 template <typename A>
-void add_chunks(const NormBackwardArgs& args, int grad, void* target, std::int64_t first_col,
-                std::int64_t last_col) {
+void add_chunks(const NormBackwardArgs& args, std::int64_t chunks, int grad, void* target,
+                std::int64_t first_col, std::int64_t last_col) {
   constexpr std::int64_t kCols = 64;
-  const std::int64_t chunks = norm_backward_chunks(args);
-  const std::int64_t stride = (args.kind == NormKind::kLayerNorm ? 2 : 1) * args.cols;
+  const std::int64_t stride = grads_of(args.kind) * args.cols;
   const A* const partials = static_cast<const A*>(args.workspace) + grad * args.cols;
+  if (chunks == 1 && !args.add_grads) {
+    write_elements(partials + first_col, target, args.param_dtype, first_col, last_col - first_col);
+    return;
+  }
   for (std::int64_t col = first_col; col < last_col; col += kCols) {
     const std::int64_t count = std::min(kCols, last_col - col);
     double totals[kCols] = {};
@@ -293,32 +365,37 @@ void add_chunks(const NormBackwardArgs& args, int grad, void* target, std::int64
         totals[j] += static_cast<double>(part[j]);
       }
     }
-    A rounded[kCols];
-    convert(totals, count, rounded);
+    A sums[kCols] = {};
+    write<A>(totals, sums, 0, count);
     if (args.add_grads) {
 #pragma omp simd
       for (std::int64_t j = 0; j < count; ++j) {
-        static_cast<float*>(target)[col + j] += static_cast<float>(rounded[j]);
+        static_cast<float*>(target)[col + j] += static_cast<float>(sums[j]);
       }
     } else {
-      write_elements(rounded, target, args.param_dtype, col, count);
+      write_elements(sums, target, args.param_dtype, col, count);
     }
   }
 }
 
-inline void backward_columns(const NormBackwardArgs& args, std::int64_t first_col,
-                             std::int64_t last_col) {
+inline void add_chunks(const NormBackwardArgs& args, std::int64_t chunks, std::int64_t first_col,
+                       std::int64_t last_col) {
   void* const targets[2] = {args.grad_weight, args.grad_bias};
   for (int grad = 0; grad < 2; ++grad) {
     if (targets[grad] == nullptr) {
       continue;
     }
     if (args.dtype == DType::kFloat64) {
-      add_chunks<double>(args, grad, targets[grad], first_col, last_col);
+      add_chunks<double>(args, chunks, grad, targets[grad], first_col, last_col);
     } else {
-      add_chunks<float>(args, grad, targets[grad], first_col, last_col);
+      add_chunks<float>(args, chunks, grad, targets[grad], first_col, last_col);
     }
   }
+}
+
+inline void backward_columns(const NormBackwardArgs& args, std::int64_t first_col,
+                             std::int64_t last_col) {
+  add_chunks(args, norm_backward_chunks(args), first_col, last_col);
 }
 
 }  // namespace fused_op::cpu::FUSED_OP_CPU_LEVEL

@@ -1,15 +1,29 @@
 // Elements of any dtype to accumulators and back. Included by a level alone: level.h.
 //
-// Each level gives the same bits. F16C converts eight f16 at once where a level has it; all else is
-// integer arithmetic without branches, which compilers vectorise, as they do not c10's conversions.
+// Each level gives the same bits. F16C converts FUSED_OP_CPU_F16C f16 at once where a level has it;
+// all else is integer arithmetic without branches, which compilers vectorise, as they do not c10's
+// conversions.
 #pragma once
 
 #include "cpu/level.h"
 
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
-template <typename A>
-constexpr DType kDTypeOf = sizeof(A) == 8 ? DType::kFloat64 : DType::kFloat32;
+struct Float16 {
+  std::uint16_t bits;
+};
+struct BFloat16 {
+  std::uint16_t bits;
+};
+
+template <typename E>
+constexpr DType kDTypeOf = DType::kFloat32;
+template <>
+inline constexpr DType kDTypeOf<Float16> = DType::kFloat16;
+template <>
+inline constexpr DType kDTypeOf<BFloat16> = DType::kBFloat16;
+template <>
+inline constexpr DType kDTypeOf<double> = DType::kFloat64;
 
 inline float from_bfloat16(std::uint16_t element) {
   return std::bit_cast<float>(std::uint32_t{element} << 16);
@@ -47,57 +61,175 @@ inline std::uint16_t to_float16(float value) {
   return static_cast<std::uint16_t>(result | (bits >> 16 & 0x8000));
 }
 
-template <typename A>
-inline void read_float16(const std::uint16_t* __restrict from, std::int64_t count,
-                         A* __restrict to) {
-  std::int64_t i = 0;
-#if FUSED_OP_CPU_F16C
-  for (; sizeof(A) == 4 && i + 8 <= count; i += 8) {
-    const __m128i eight = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
-    _mm256_storeu_ps(reinterpret_cast<float*>(to + i), _mm256_cvtph_ps(eight));
-  }
+#if FUSED_OP_CPU_F16C == 16
+constexpr __mmask16 kAll = 0xffff;  // GCC 12 warns within the intrinsics without a mask
+FUSED_OP_CPU_INLINE void load_float16(const Float16* from, float* to) {
+  _mm512_storeu_ps(
+      to, _mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+}
+FUSED_OP_CPU_INLINE void store_float16(const float* from, Float16* to) {
+  _mm256_storeu_si256(
+      reinterpret_cast<__m256i*>(to),
+      _mm512_maskz_cvtps_ph(kAll, _mm512_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
+}
+#elif FUSED_OP_CPU_F16C == 8
+FUSED_OP_CPU_INLINE void load_float16(const Float16* from, float* to) {
+  _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+FUSED_OP_CPU_INLINE void store_float16(const float* from, Float16* to) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                   _mm256_cvtps_ph(_mm256_loadu_ps(from), _MM_FROUND_TO_NEAREST_INT));
+}
 #endif
-  for (; i < count; ++i) {
-    to[i] = static_cast<A>(from_float16(from[i]));
+
+template <int kLanes, typename E, typename A>
+constexpr bool kByF16C = std::is_same_v<E, Float16> && std::is_same_v<A, float> &&
+                         FUSED_OP_CPU_F16C > 0 && kLanes % std::max(FUSED_OP_CPU_F16C, 1) == 0;
+
+template <typename A, typename E>
+FUSED_OP_CPU_INLINE A widened(E element) {
+  if constexpr (std::is_same_v<E, Float16>) {
+    return static_cast<A>(from_float16(element.bits));
+  } else if constexpr (std::is_same_v<E, BFloat16>) {
+    return static_cast<A>(from_bfloat16(element.bits));
+  } else {
+    return static_cast<A>(element);
+  }
+}
+template <typename E, typename A>
+FUSED_OP_CPU_INLINE E rounded(A value) {
+  if constexpr (std::is_same_v<E, Float16>) {
+    return {to_float16(static_cast<float>(value))};
+  } else if constexpr (std::is_same_v<E, BFloat16>) {
+    return {to_bfloat16(static_cast<float>(value))};
+  } else {
+    return static_cast<E>(value);
   }
 }
 
-template <typename A>
-inline void write_float16(const A* __restrict from, std::int64_t count,
-                          std::uint16_t* __restrict to) {
+template <int kLanes, typename E, typename A>
+FUSED_OP_CPU_INLINE void load_pack(const E* __restrict from, A* __restrict to) {
+  if constexpr (kByF16C<kLanes, E, A>) {
+    for (int j = 0; j < kLanes; j += FUSED_OP_CPU_F16C) {
+      load_float16(from + j, to + j);
+    }
+  } else {
+#pragma omp simd
+    for (int j = 0; j < kLanes; ++j) {
+      to[j] = widened<A>(from[j]);
+    }
+  }
+}
+
+// The one rounding.
+template <int kLanes, typename E, typename A>
+FUSED_OP_CPU_INLINE void store_pack(const A* __restrict from, E* __restrict to) {
+  if constexpr (kByF16C<kLanes, E, A>) {
+    for (int j = 0; j < kLanes; j += FUSED_OP_CPU_F16C) {
+      store_float16(from + j, to + j);
+    }
+  } else {
+#pragma omp simd
+    for (int j = 0; j < kLanes; ++j) {
+      to[j] = rounded<E>(from[j]);
+    }
+  }
+}
+
+// kLanes elements as accumulators, each converted where it is used; or all at once, in registers,
+// where an instruction does that.
+template <int kLanes, typename E, typename A, bool kAtOnce = kByF16C<kLanes, E, A>>
+class Pack {
+ public:
+  explicit FUSED_OP_CPU_INLINE Pack(const E* from) : from_(from) {}
+  FUSED_OP_CPU_INLINE A operator[](int lane) const { return widened<A>(from_[lane]); }
+
+ private:
+  const E* const __restrict from_;
+};
+template <int kLanes, typename E, typename A>
+class Pack<kLanes, E, A, true> {
+ public:
+  explicit FUSED_OP_CPU_INLINE Pack(const E* from) { load_pack<kLanes>(from, values_); }
+  FUSED_OP_CPU_INLINE A operator[](int lane) const { return values_[lane]; }
+
+ private:
+  A values_[kLanes];
+};
+
+// Stores result(lane) of each lane: the one rounding.
+template <int kLanes, typename A, typename E, typename Result>
+FUSED_OP_CPU_INLINE void store_results(const Result& result, E* __restrict to) {
+  if constexpr (kByF16C<kLanes, E, A>) {
+    A values[kLanes];
+#pragma omp simd
+    for (int j = 0; j < kLanes; ++j) {
+      values[j] = result(j);
+    }
+    store_pack<kLanes>(values, to);
+  } else {
+#pragma omp simd
+    for (int j = 0; j < kLanes; ++j) {
+      to[j] = rounded<E>(result(j));
+    }
+  }
+}
+
+template <typename E, typename A>
+void read(const void* data, std::int64_t first, std::int64_t count, A* to) {
+  constexpr int kLanes = 16;
+  const E* const from = static_cast<const E*>(data) + first;
   std::int64_t i = 0;
-#if FUSED_OP_CPU_F16C
-  for (; sizeof(A) == 4 && i + 8 <= count; i += 8) {
-    const __m256 eight = _mm256_loadu_ps(reinterpret_cast<const float*>(from + i));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
-                     _mm256_cvtps_ph(eight, _MM_FROUND_TO_NEAREST_INT));
+  for (; i + kLanes <= count; i += kLanes) {
+    load_pack<kLanes>(from + i, to + i);
   }
-#endif
   for (; i < count; ++i) {
-    to[i] = to_float16(static_cast<float>(from[i]));
+    to[i] = widened<A>(from[i]);
+  }
+}
+template <typename E, typename A>
+void write(const A* from, void* data, std::int64_t first, std::int64_t count) {
+  constexpr int kLanes = 16;
+  E* const to = static_cast<E*>(data) + first;
+  std::int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    store_pack<kLanes>(from + i, to + i);
+  }
+  for (; i < count; ++i) {
+    to[i] = rounded<E>(from[i]);
   }
 }
 
-template <typename A>
-inline void read_bfloat16(const std::uint16_t* __restrict from, std::int64_t count,
-                          A* __restrict to) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    to[i] = static_cast<A>(from_bfloat16(from[i]));
+// x̂ as the weight meets it: Rounding of core/norm_args.h.
+struct Exact {
+  template <typename A>
+  FUSED_OP_CPU_INLINE A operator()(A xhat) const {
+    return xhat;
   }
-}
-
-template <typename A>
-inline void write_bfloat16(const A* __restrict from, std::int64_t count,
-                           std::uint16_t* __restrict to) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    to[i] = to_bfloat16(static_cast<float>(from[i]));
+};
+struct AsFloat16 {
+  FUSED_OP_CPU_INLINE float operator()(float xhat) const { return from_float16(to_float16(xhat)); }
+};
+struct AsBFloat16 {
+  FUSED_OP_CPU_INLINE float operator()(float xhat) const {
+    return from_bfloat16(to_bfloat16(xhat));
   }
-}
+};
 
-template <typename From, typename To>
-inline void convert(const From* __restrict from, std::int64_t count, To* __restrict to) {
-  for (std::int64_t i = 0; i < count; ++i) {
-    to[i] = static_cast<To>(from[i]);
+struct Unwanted : Exact {};  // where the weight's gradient is not
+
+// Calls function(as_met) with the one of a call; `input` is the dtype of its input, which is X
+// where rows are read in 16 bits.
+template <typename X, typename Function>
+inline void with_rounding(Rounding rounding, DType input, const Function& function) {
+  if (std::is_same_v<X, double> || !rounds_first(rounding, input)) {
+    function(Exact());
+  } else if constexpr (std::is_same_v<X, Float16>) {
+    function(AsFloat16());
+  } else if constexpr (std::is_same_v<X, BFloat16>) {
+    function(AsBFloat16());
+  } else if constexpr (std::is_same_v<X, float>) {
+    input == DType::kFloat16 ? function(AsFloat16()) : function(AsBFloat16());
   }
 }
 
@@ -106,28 +238,26 @@ template <typename A>
 void read_elements(const void* from, DType dtype, std::int64_t first, std::int64_t count, A* to) {
   switch (dtype) {
     case DType::kFloat16:
-      return read_float16(static_cast<const std::uint16_t*>(from) + first, count, to);
+      return read<Float16>(from, first, count, to);
     case DType::kBFloat16:
-      return read_bfloat16(static_cast<const std::uint16_t*>(from) + first, count, to);
+      return read<BFloat16>(from, first, count, to);
     case DType::kFloat32:
-      return convert(static_cast<const float*>(from) + first, count, to);
+      return read<float>(from, first, count, to);
     case DType::kFloat64:
-      return convert(static_cast<const double*>(from) + first, count, to);
+      return read<double>(from, first, count, to);
   }
 }
-
-// The one rounding.
 template <typename A>
 void write_elements(const A* from, void* to, DType dtype, std::int64_t first, std::int64_t count) {
   switch (dtype) {
     case DType::kFloat16:
-      return write_float16(from, count, static_cast<std::uint16_t*>(to) + first);
+      return write<Float16>(from, to, first, count);
     case DType::kBFloat16:
-      return write_bfloat16(from, count, static_cast<std::uint16_t*>(to) + first);
+      return write<BFloat16>(from, to, first, count);
     case DType::kFloat32:
-      return convert(from, count, static_cast<float*>(to) + first);
+      return write<float>(from, to, first, count);
     case DType::kFloat64:
-      return convert(from, count, static_cast<double*>(to) + first);
+      return write<double>(from, to, first, count);
   }
 }
 

@@ -56,18 +56,105 @@ const Level* find_level(const char* name) {
   return name == nullptr || std::strcmp(name, "default") == 0 ? &kDefaultLevel : nullptr;
 }
 
+namespace {
+
+// How many rows of an output, which are read again at once, stay in the first cache.
+std::int64_t rows_in_cache(std::int64_t row_bytes) {
+  return std::max<std::int64_t>(1, (16 << 10) / row_bytes);
+}
+
+// Where row 0 would be, if `rows` is where row `row` is and no other is anywhere.
+void* before(char* rows, std::int64_t row, std::int64_t row_bytes) {
+  return reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(rows) -
+                                 static_cast<std::uintptr_t>(row * row_bytes));
+}
+
+}  // namespace
+
+void norm_quantized(const Level& level, const NormForwardArgs& args,
+                    const Quantization& quantization, std::int64_t first_row,
+                    std::int64_t last_row) {
+  const auto quantize = [&](const void* output, std::int64_t first, std::int64_t last) {
+    level.quantize(quantization, output, args.output.dtype, args.cols, first, last);
+  };
+  const std::int64_t row_bytes = args.cols * size_of(args.output.dtype);
+  const std::int64_t rows_each = rows_in_cache(row_bytes);
+  const bool keeps = args.output.data != nullptr;
+  const std::unique_ptr<char[]> buffer(keeps ? nullptr : new char[rows_each * row_bytes]);
+  NormForwardArgs part = args;
+  for (std::int64_t row = first_row; row < last_row; row += rows_each) {
+    const std::int64_t end = std::min(row + rows_each, last_row);
+    char* const rows =
+        keeps ? static_cast<char*>(args.output.data) + row * row_bytes : buffer.get();
+    part.output.data = before(rows, row, row_bytes);
+    level.forward(part, row, end);
+    quantize(rows, row, end);
+  }
+}
+
+void post_add_pre_forward(const Level& level, const PostAddPreForwardArgs& args,
+                          std::int64_t first_row, std::int64_t last_row) {
+  const std::int64_t row_bytes = args.cols * size_of(args.post.output.dtype);
+  const std::int64_t rows_each = rows_in_cache(row_bytes);
+  const std::unique_ptr<char[]> buffer(new char[rows_each * row_bytes]);
+  const auto finish = args.output.data != nullptr ? level.forward : level.add;
+  NormForwardArgs post = args.post;
+  NormForwardArgs pre = args;
+  for (std::int64_t row = first_row; row < last_row; row += rows_each) {
+    const std::int64_t end = std::min(row + rows_each, last_row);
+    post.output.data = before(buffer.get(), row, row_bytes);
+    pre.input = {post.output.data, post.output.dtype, args.cols, {}};
+    level.forward(post, row, end);
+    finish(pre, row, end);
+  }
+}
+
 std::int64_t norm_backward_chunks(const NormBackwardArgs& args) {
   const std::int64_t rows_each = std::clamp<std::int64_t>(32768 / args.cols, 4, 32);
   return std::clamp<std::int64_t>(args.rows / rows_each, 1, 64);
 }
 
-std::size_t norm_backward_workspace(const NormBackwardArgs& args) {
-  if (args.grad_weight == nullptr && args.grad_bias == nullptr) {
-    return 0;
+namespace {
+
+BackwardWork work_of(const NormBackwardArgs& args, std::int64_t rows, std::int64_t cols,
+                     std::int64_t chunks) {
+  const bool sums = args.grad_weight != nullptr || args.grad_bias != nullptr;
+  return {.chunks = chunks,
+          .cols = sums ? cols : 0,
+          .chunk_sums = sums ? grads_of(args.kind) * cols : 0,
+          .chunk_elements = (rows + chunks - 1) / chunks * cols};
+}
+
+// Chunks are of one entry each, or of whole entries: cpu/modulated.h.
+BackwardWork modulated_work(const ModulatedBackwardArgs& args) {
+  const std::int64_t entries = args.rows / args.modulation.rows_each;
+  const std::int64_t chunks = norm_backward_chunks(args);
+  const bool of_one = chunks >= entries;
+  BackwardWork work =
+      work_of(args, args.rows, args.cols, of_one ? chunks / entries * entries : chunks);
+  const bool sums = work.cols > 0;
+  if (of_one && (sums || args.grad_scale.data != nullptr || args.grad_shift.data != nullptr ||
+                 args.grad_gate.data != nullptr)) {
+    work.cols = args.cols;
+    work.chunk_sums = kEntrySums * args.cols;
+  } else if (sums) {
+    work.chunk_sums = 2 * args.cols;
   }
-  const std::int64_t grads = args.kind == NormKind::kLayerNorm ? 2 : 1;
-  const std::int64_t bytes = args.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
-  return static_cast<std::size_t>(norm_backward_chunks(args) * grads * args.cols * bytes);
+  return work;
+}
+
+}  // namespace
+
+BackwardWork backward_work(const NormBackwardArgs& args, const Variant* variant) {
+  if (variant != nullptr && variant->id == VariantId::kModulated) {
+    return modulated_work(static_cast<const ModulatedBackwardArgs&>(args));
+  }
+  // Rows of all groups: the gradients of their parameters lie side by side.
+  const int groups = variant != nullptr ? variant->groups : 1;
+  NormBackwardArgs whole = args;
+  whole.rows /= groups;
+  whole.cols *= groups;
+  return work_of(args, whole.rows, whole.cols, norm_backward_chunks(whole));
 }
 
 }  // namespace fused_op::cpu

@@ -5,14 +5,23 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
+#include <type_traits>
+#include <utility>
 
+#include "core/gated.h"
+#include "core/modulated.h"
 #include "core/norm_args.h"
 #include "core/norm_math.h"
+#include "core/quantize.h"
+#include "core/rope.h"
+#include "core/variant.h"
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define FUSED_OP_CPU_X86 1
@@ -44,6 +53,15 @@ constexpr int kTiles = 4;                           // in hand at a time
 
 std::int64_t norm_backward_chunks(const NormBackwardArgs& args);  // fused_op_cpu.h
 
+// Sums over the rows that share an entry: those of core/modulated.h, and that of the gate.
+constexpr int kEntrySums = 3;
+
+// What the sum of squares is divided by. That is all that tells the L2 norm, which the loops of the
+// RMS norm compute, from it.
+inline std::int64_t divisor(NormKind kind, std::int64_t cols) {
+  return kind == NormKind::kL2Norm ? 1 : cols;
+}
+
 // kTiles tiles of double, uninitialised. The thread keeps them: memory of that size goes back to
 // the system when it is freed, and its pages would be mapped anew in every call.
 void* thread_tiles();
@@ -51,10 +69,24 @@ void* thread_tiles();
 struct Level {
   const char* name;
   void (*forward)(const NormForwardArgs& args, std::int64_t first_row, std::int64_t last_row);
+  // sum = input + residual alone.
+  void (*add)(const NormForwardArgs& args, std::int64_t first_row, std::int64_t last_row);
+  // Rows of an output, of which the first is row `first_row` of the call, to 8 bits.
+  void (*quantize)(const Quantization& quantization, const void* output, DType dtype,
+                   std::int64_t cols, std::int64_t first_row, std::int64_t last_row);
   void (*backward_rows)(const NormBackwardArgs& args, std::int64_t first_chunk,
                         std::int64_t last_chunk);
   void (*backward_columns)(const NormBackwardArgs& args, std::int64_t first_col,
                            std::int64_t last_col);
+  // `args` are the base of the variant's own. Chunks are of rows of all groups.
+  void (*variant_forward)(VariantId id, const NormForwardArgs& args, std::int64_t first_row,
+                          std::int64_t last_row);
+  void (*variant_backward_rows)(VariantId id, const NormBackwardArgs& args,
+                                std::int64_t first_chunk, std::int64_t last_chunk,
+                                std::int64_t chunks);
+  void (*variant_backward_columns)(VariantId id, const NormBackwardArgs& args,
+                                   std::int64_t first_col, std::int64_t last_col,
+                                   std::int64_t chunks);
 };
 
 extern const Level kDefaultLevel;

@@ -3,7 +3,8 @@
 
 #if FUSED_OP_CPU_X86
 #define FUSED_OP_CPU_LEVEL avx512
-#define FUSED_OP_CPU_F16C 1
+#define FUSED_OP_CPU_F16C 16
+#define FUSED_OP_CPU_ROWS 2
 #ifdef __clang__
 #pragma clang attribute push(                                                             \
     __attribute__((target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,f16c,bmi,bmi2"))), \
@@ -12,14 +13,12 @@
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512cd,avx512dq,avx512vl,f16c,bmi,bmi2")
 #endif
-#include "cpu/backward.h"
-#include "cpu/forward.h"
+#include "cpu/loops.h"
 #ifdef __clang__
 #pragma clang attribute pop
 #else
 #pragma GCC pop_options
 #endif
 
-const fused_op::cpu::Level fused_op::cpu::kAvx512Level = {
-    "avx512", avx512::forward, avx512::backward_rows, avx512::backward_columns};
+const fused_op::cpu::Level fused_op::cpu::kAvx512Level = avx512::level_of("avx512");
 #endif

@@ -3,8 +3,7 @@
 
 #define FUSED_OP_CPU_LEVEL baseline
 #define FUSED_OP_CPU_F16C 0
-#include "cpu/backward.h"
-#include "cpu/forward.h"
+#define FUSED_OP_CPU_ROWS 1
+#include "cpu/loops.h"
 
-const fused_op::cpu::Level fused_op::cpu::kDefaultLevel = {
-    "default", baseline::forward, baseline::backward_rows, baseline::backward_columns};
+const fused_op::cpu::Level fused_op::cpu::kDefaultLevel = baseline::level_of("default");

@@ -9,16 +9,26 @@
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
 // One row, or a part of it, as backward reads it.
-template <typename A>
+template <typename X, typename A>
 struct RowIn {
-  const A* x;
-  const A* dy;
+  const X* x;
+  const X* dy;
   Normalizer<A> normalizer;  // of what is read
 };
 
+// Read in place: a copy, which compilers make by 16 bytes, would stall loads of 32.
+template <int kLanes, typename X, typename A>
+struct RowPack {
+  Pack<kLanes, X, A> x;
+  Pack<kLanes, X, A> dy;
+
+  FUSED_OP_CPU_INLINE RowPack(const RowIn<X, A>& row, std::int64_t col)
+      : x(row.x + col), dy(row.dy + col) {}
+};
+
 struct PullbackTotals {
-  double wdy_xhat = 0;
-  double wdy = 0;
+  double wdy_xhat;
+  double wdy;
 };
 
 // The gradients of the parameters, summed over the rows of a chunk.
@@ -31,33 +41,40 @@ struct ParameterGrads {
 };
 
 // Columns `col` and on of a row or two: their sums by lanes, and what they add to the gradients of
-// the parameters, row after row. Two at once halve the traffic of those.
-template <int kRows, int kLanes, typename Norm, bool kGrads, typename A>
-FUSED_OP_CPU_INLINE void pullback_pack(const RowIn<A> (&rows)[kRows], const A* __restrict weight,
+// the parameters, row after row. Two at once halve the traffic of those. `Met` is x̂ as the weight
+// met it.
+template <int kRows, int kLanes, typename Norm, typename Met, typename X, typename W, typename A>
+FUSED_OP_CPU_INLINE void pullback_pack(const RowIn<X, A> (&rows)[kRows],
+                                       const Normalizer<A> (&normalizers)[kRows], const W* weight,
                                        std::int64_t col, int skip, A (&wdy_xhat)[kRows][kLanes],
                                        A (&wdy)[kRows][kLanes], const ParameterGrads<A> grads) {
+  constexpr bool kGrads = !std::is_same_v<Met, Unwanted>;
   A* const __restrict dweight = grads.weight;
   A* const __restrict dbias = grads.bias;
+  const auto packs = [&]<std::size_t... r>(std::index_sequence<r...>) {
+    return std::array{RowPack<kLanes, X, A>(rows[r], col)...};
+  }(std::make_index_sequence<kRows>());
+  const Pack<kLanes, W, A> weights(weight + col);
 #pragma omp simd
   for (int j = 0; j < kLanes; ++j) {
     A weight_sum = kGrads ? dweight[j] : A(0);
-    A bias_sum = kGrads && Norm::kCentered ? dbias[j] : A(0);
+    A bias_sum = kGrads && Norm::kHasBias ? dbias[j] : A(0);
     for (int r = 0; r < kRows; ++r) {
-      const A x = rows[r].x[col + j];
-      const A dy = rows[r].dy[col + j];
-      const A xhat = j >= skip ? Norm::normalized(x, rows[r].normalizer) : A(0);
-      const A grad_xhat = j >= skip ? weight[col + j] * dy : A(0);
-      const A grad = j >= skip ? dy : A(0);
+      const A xhat = j >= skip ? Norm::normalized(packs[r].x[j], normalizers[r]) : A(0);
+      const A grad_xhat = j >= skip ? weights[j] * packs[r].dy[j] : A(0);
+      const A grad = j >= skip ? packs[r].dy[j] : A(0);
       wdy_xhat[r][j] += grad_xhat * xhat;
-      weight_sum += grad * xhat;
+      weight_sum += grad * Met()(xhat);
       if (Norm::kCentered) {
         wdy[r][j] += grad_xhat;
+      }
+      if (Norm::kHasBias) {
         bias_sum += grad;
       }
     }
     if (kGrads) {
       dweight[j] = weight_sum;
-      if (Norm::kCentered) {
+      if (Norm::kHasBias) {
         dbias[j] = bias_sum;
       }
     }
@@ -66,10 +83,17 @@ FUSED_OP_CPU_INLINE void pullback_pack(const RowIn<A> (&rows)[kRows], const A* _
 
 // `tail` is for the last pack: stores to columns that the pack before it has just written would
 // stall the loads of the next row.
-template <int kRows, int kLanes, typename Norm, bool kGrads, typename A>
-FUSED_OP_CPU_INLINE void add_pullback(const RowIn<A> (&rows)[kRows], const A* weight,
+template <int kRows, int kLanes, typename Norm, typename Met, bool kPlain, typename X, typename W,
+          typename A>
+FUSED_OP_CPU_INLINE void add_pullback(const RowIn<X, A> (&rows)[kRows], const W* weight,
                                       std::int64_t cols, PullbackTotals* totals,
                                       const ParameterGrads<A> grads, const ParameterGrads<A> tail) {
+  constexpr bool kGrads = !std::is_same_v<Met, Unwanted>;
+  Normalizer<A> normalizers[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    const Normalizer<A>& given = rows[r].normalizer;
+    normalizers[r] = kPlain ? plain_normalizer(given.mean, given.rstd) : given;
+  }
   for (std::int64_t first = 0, count = 0; first < cols; first += count) {
     count = piece(first, cols, kSumCols);
     A wdy_xhat[kRows][kLanes] = {};
@@ -77,12 +101,12 @@ FUSED_OP_CPU_INLINE void add_pullback(const RowIn<A> (&rows)[kRows], const A* we
     const std::int64_t last = first + count;
     std::int64_t col = first;
     for (; col + kLanes <= last; col += kLanes) {
-      pullback_pack<kRows, kLanes, Norm, kGrads>(rows, weight, col, 0, wdy_xhat, wdy,
-                                                 kGrads ? grads.from(col) : grads);
+      pullback_pack<kRows, kLanes, Norm, Met>(rows, normalizers, weight, col, 0, wdy_xhat, wdy,
+                                              kGrads ? grads.from(col) : grads);
     }
     if (col < last) {
-      pullback_pack<kRows, kLanes, Norm, kGrads>(rows, weight, last - kLanes,
-                                                 skip_of<kLanes>(col, last), wdy_xhat, wdy, tail);
+      pullback_pack<kRows, kLanes, Norm, Met>(rows, normalizers, weight, last - kLanes,
+                                              skip_of<kLanes>(col, last), wdy_xhat, wdy, tail);
     }
     for (int r = 0; r < kRows; ++r) {
       totals[r].wdy_xhat += fold(wdy_xhat[r]);
@@ -91,52 +115,57 @@ FUSED_OP_CPU_INLINE void add_pullback(const RowIn<A> (&rows)[kRows], const A* we
   }
 }
 
-template <int kLanes, typename Norm, bool kAdds, typename A>
-FUSED_OP_CPU_INLINE void dx_pack(const A* __restrict x, const A* __restrict dy,
-                                 const A* __restrict weight, const A* __restrict dsum,
-                                 const Normalizer<A> normalizer, const Pullback<Norm, A> pullback,
-                                 A* __restrict dx) {
-#pragma omp simd
-  for (int j = 0; j < kLanes; ++j) {
-    const A grad = pullback(weight[j] * dy[j], Norm::normalized(x[j], normalizer));
-    dx[j] = kAdds ? grad + dsum[j] : grad;
-  }
+template <int kLanes, typename Norm, bool kAdds, typename X, typename W, typename A>
+FUSED_OP_CPU_INLINE void dx_pack(const RowIn<X, A>& row, const W* weight, const X* dsum,
+                                 std::int64_t col, const Normalizer<A> normalizer,
+                                 const Pullback<Norm, A> pullback, X* __restrict dx) {
+  const Pack<kLanes, X, A> x(row.x + col), dy(row.dy + col);
+  const Pack<kLanes, W, A> weights(weight + col);
+  const Pack<kAdds ? kLanes : 0, X, A> addends(kAdds ? dsum + col : nullptr);
+  const auto result = [&](int j) {
+    const A grad = pullback(weights[j] * dy[j], Norm::normalized(x[j], normalizer));
+    return kAdds ? grad + addends[j] : grad;
+  };
+  store_results<kLanes, A>(result, dx + col);
 }
 
-template <int kLanes, typename Norm, bool kAdds, typename A>
-FUSED_OP_CPU_INLINE void write_dx_packs(const A* x, const A* dy, const A* weight, const A* dsum,
+template <int kLanes, typename Norm, bool kAdds, typename X, typename W, typename A>
+FUSED_OP_CPU_INLINE void write_dx_packs(const RowIn<X, A>& row, const W* weight, const X* dsum,
                                         const Normalizer<A> normalizer,
-                                        const Pullback<Norm, A>& pullback, std::int64_t cols, A* dx,
-                                        const RowIn<A>& next) {
-  for (std::int64_t col = 0; col < cols; col += kLanes) {
-    const std::int64_t at = std::min(col, cols - kLanes);
-    prefetch_pack<kLanes>(next.x + at);
-    prefetch_pack<kLanes>(next.dy + at);
-    dx_pack<kLanes, Norm, kAdds>(x + at, dy + at, weight + at, kAdds ? dsum + at : nullptr,
-                                 normalizer, pullback, dx + at);
+                                        const Pullback<Norm, A>& pullback, std::int64_t cols, X* dx,
+                                        const RowIn<X, A>& next) {
+  std::int64_t col = 0;
+  for (; col + kLanes <= cols; col += kLanes) {
+    prefetch_pack<kLanes>(next.x + col);
+    prefetch_pack<kLanes>(next.dy + col);
+    dx_pack<kLanes, Norm, kAdds>(row, weight, dsum, col, normalizer, pullback, dx);
+  }
+  if (col < cols) {
+    dx_pack<kLanes, Norm, kAdds>(row, weight, dsum, cols - kLanes, normalizer, pullback, dx);
   }
 }
 
-template <int kLanes, typename Norm, bool kAdds, typename A>
-FUSED_OP_CPU_INLINE void write_dx(const A* x, const A* dy, const A* weight, const A* dsum,
-                                  const Normalizer<A>& normalizer,
-                                  const Pullback<Norm, A>& pullback, std::int64_t cols, A* dx,
-                                  const RowIn<A>& next) {
-  if (is_plain(normalizer)) {
-    write_dx_packs<kLanes, Norm, kAdds>(x, dy, weight, dsum,
-                                        plain_normalizer(normalizer.mean, normalizer.rstd),
+template <int kLanes, typename Norm, bool kAdds, typename X, typename W, typename A>
+FUSED_OP_CPU_INLINE void write_dx(const RowIn<X, A>& row, const W* weight, const X* dsum,
+                                  const Pullback<Norm, A>& pullback, std::int64_t cols, X* dx,
+                                  const RowIn<X, A>& next) {
+  const Normalizer<A>& given = row.normalizer;
+  if (is_plain(given)) {
+    write_dx_packs<kLanes, Norm, kAdds>(row, weight, dsum, plain_normalizer(given.mean, given.rstd),
                                         pullback, cols, dx, next);
   } else {
-    write_dx_packs<kLanes, Norm, kAdds>(x, dy, weight, dsum, normalizer, pullback, cols, dx, next);
+    write_dx_packs<kLanes, Norm, kAdds>(row, weight, dsum, given, pullback, cols, dx, next);
   }
 }
 
 // Rows of kCols columns, each in a lane of its own. All of them are plain.
-template <int kCols, typename Norm, bool kGrads, bool kAdds, typename A>
+template <int kCols, typename Norm, typename Met, bool kAdds, typename A>
 void backward_narrow(const A* __restrict x, const A* __restrict dy, const A* __restrict weight,
                      const A* __restrict dsum, const A* __restrict mean, const A* __restrict rstd,
-                     std::int64_t rows, A* __restrict dx, const ParameterGrads<A> grads) {
+                     std::int64_t rows, A inverse_divisor, A* __restrict dx,
+                     const ParameterGrads<A> grads) {
   constexpr int kLanes = 16;
+  constexpr bool kGrads = !std::is_same_v<Met, Unwanted>;
   A weight_sums[kCols][kLanes] = {};
   A bias_sums[kCols][kLanes] = {};
   for (std::int64_t row = 0; row < rows; row += kLanes) {
@@ -149,10 +178,10 @@ void backward_narrow(const A* __restrict x, const A* __restrict dy, const A* __r
       for (int c = 0; c < kCols; ++c) {
         const A xhat = Norm::normalized(x[at + c], normalizer);
         sums.add(weight[c] * dy[at + c], xhat);
-        weight_sums[c][j] += kGrads ? dy[at + c] * xhat : A(0);
-        bias_sums[c][j] += kGrads && Norm::kCentered ? dy[at + c] : A(0);
+        weight_sums[c][j] += kGrads ? dy[at + c] * Met()(xhat) : A(0);
+        bias_sums[c][j] += kGrads && Norm::kHasBias ? dy[at + c] : A(0);
       }
-      const Pullback<Norm, A> pullback(sums, normalizer, A(1) / A(kCols));
+      const Pullback<Norm, A> pullback(sums, normalizer, inverse_divisor);
       for (int c = 0; c < kCols; ++c) {
         const A grad = pullback(weight[c] * dy[at + c], Norm::normalized(x[at + c], normalizer));
         dx[at + c] = kAdds ? grad + dsum[at + c] : grad;
@@ -161,7 +190,7 @@ void backward_narrow(const A* __restrict x, const A* __restrict dy, const A* __r
   }
   for (int c = 0; kGrads && c < kCols; ++c) {
     grads.weight[c] += static_cast<A>(fold(weight_sums[c]));
-    if (Norm::kCentered) {
+    if (Norm::kHasBias) {
       grads.bias[c] += static_cast<A>(fold(bias_sums[c]));
     }
   }

@@ -8,7 +8,7 @@
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
 // A float sum of 2^28 squares would stall.
-constexpr std::int64_t kSumCols = 2048;
+constexpr std::int64_t kSumCols = kTileCols;
 
 template <int kLanes, typename A>
 FUSED_OP_CPU_INLINE A add_lanes(const A (&lanes)[kLanes]) {
@@ -43,19 +43,18 @@ FUSED_OP_CPU_INLINE int skip_of(std::int64_t first, std::int64_t last) {
   return static_cast<int>(kLanes - (last - first));
 }
 
-// Adds `scale · x - mean` where kSum, and its square where kSquares.
-template <int kLanes, bool kSum, bool kSquares, typename A>
-FUSED_OP_CPU_INLINE void add_pack(const A* x, A scale, A mean, int skip, A (&sums)[kLanes],
+// Adds `scale · x - center` where kSum, and its square.
+template <int kLanes, bool kSum, typename X, typename A>
+FUSED_OP_CPU_INLINE void add_pack(const X* x, A scale, A center, int skip, A (&sums)[kLanes],
                                   A (&squares)[kLanes]) {
+  const Pack<kLanes, X, A> values(x);
 #pragma omp simd
   for (int j = 0; j < kLanes; ++j) {
-    const A deviation = j >= skip ? x[j] * scale - mean : A(0);
+    const A deviation = j >= skip ? values[j] * scale - center : A(0);
     if (kSum) {
       sums[j] += deviation;
     }
-    if (kSquares) {
-      squares[j] += deviation * deviation;
-    }
+    squares[j] += deviation * deviation;
   }
 }
 
@@ -64,10 +63,10 @@ FUSED_OP_CPU_INLINE void add_pack(const A* x, A scale, A mean, int skip, A (&sum
 template <typename Norm, typename A, typename Function>
 void with_lanes(std::int64_t cols, Function& function) {
   constexpr int kMost = 128 / sizeof(A);
-  if (cols >= kMost) {
+  if (cols >= kMaxLanes) {
     function.template operator()<kMost, 0, Norm, A>();
   } else if (cols >= 16) {
-    function.template operator()<kMost / 2, 0, Norm, A>();
+    function.template operator()<8, 0, Norm, A>();
   } else if (cols >= 4) {
     function.template operator()<4, 0, Norm, A>();
   } else if (cols == 3) {
@@ -79,12 +78,32 @@ void with_lanes(std::int64_t cols, Function& function) {
   }
 }
 
+// Calls function<X, W>() with the types in which rows and parameters are read, which may be those
+// of 16 bits for all but short rows: rows that are converted as they are loaded.
+template <int kLanes, typename A, typename Function>
+void with_elements(DType rows, DType params, Function& function) {
+  if constexpr (kLanes == kMaxLanes) {
+    if (rows == DType::kFloat16) {
+      return params == rows ? function.template operator()<Float16, Float16>()
+                            : function.template operator()<Float16, A>();
+    }
+    if (rows == DType::kBFloat16) {
+      return params == rows ? function.template operator()<BFloat16, BFloat16>()
+                            : function.template operator()<BFloat16, A>();
+    }
+  }
+  function.template operator()<A, A>();
+}
+
 template <typename Function>
 void with_types(NormKind kind, DType dtype, std::int64_t cols, Function& function) {
   const bool is_double = dtype == DType::kFloat64;
   if (kind == NormKind::kLayerNorm) {
     is_double ? with_lanes<LayerNorm, double>(cols, function)
               : with_lanes<LayerNorm, float>(cols, function);
+  } else if (kind == NormKind::kBiasedRmsNorm) {
+    is_double ? with_lanes<BiasedRmsNorm, double>(cols, function)
+              : with_lanes<BiasedRmsNorm, float>(cols, function);
   } else {
     is_double ? with_lanes<RmsNorm, double>(cols, function)
               : with_lanes<RmsNorm, float>(cols, function);
@@ -103,11 +122,11 @@ FUSED_OP_CPU_INLINE bool is_plain(const Normalizer<A>& normalizer) {
 
 // Asks for what is read next while what is in hand is computed: where rows come from memory, either
 // would wait for the other. Any address will do.
-template <int kLanes, typename A>
-FUSED_OP_CPU_INLINE void prefetch_pack(const A* next) {
-  constexpr int kLine = 64 / sizeof(A);
+template <int kLanes, typename E>
+FUSED_OP_CPU_INLINE void prefetch_pack(const E* next) {
+  constexpr int kLine = 64 / sizeof(E);
   for (int j = 0; j < kLanes; j += kLine) {
-    __builtin_prefetch(next + j);
+    __builtin_prefetch(next + j, 0, 2);
   }
 }
 
@@ -116,8 +135,8 @@ struct Totals {
   double squares = 0;
 };
 
-template <int kLanes, bool kSum, bool kSquares, typename A>
-FUSED_OP_CPU_INLINE void add_deviations(const A* x, std::int64_t cols, A scale, A mean,
+template <int kLanes, bool kSum, typename X, typename A>
+FUSED_OP_CPU_INLINE void add_deviations(const X* x, std::int64_t cols, A scale, A center,
                                         Totals& totals) {
   for (std::int64_t col = 0, count = 0; col < cols; col += count) {
     count = piece(col, cols, kSumCols);
@@ -126,18 +145,16 @@ FUSED_OP_CPU_INLINE void add_deviations(const A* x, std::int64_t cols, A scale, 
     const std::int64_t last = col + count;
     std::int64_t i = col;
     for (; i + kLanes <= last; i += kLanes) {
-      add_pack<kLanes, kSum, kSquares>(x + i, scale, mean, 0, sums, squares);
+      add_pack<kLanes, kSum>(x + i, scale, center, 0, sums, squares);
     }
     if (i < last) {
       const int skip = skip_of<kLanes>(i, last);
-      add_pack<kLanes, kSum, kSquares>(x + last - kLanes, scale, mean, skip, sums, squares);
+      add_pack<kLanes, kSum>(x + last - kLanes, scale, center, skip, sums, squares);
     }
     if (kSum) {
       totals.sum += fold(sums);
     }
-    if (kSquares) {
-      totals.squares += fold(squares);
-    }
+    totals.squares += fold(squares);
   }
 }
 

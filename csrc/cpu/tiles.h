@@ -33,13 +33,13 @@ A* tile_buffer(int number) {
   return static_cast<A*>(thread_tiles()) + number * kTileSize;
 }
 
-// Where the accumulators of a tile are.
-template <typename A>
+// Where the elements of a tile are.
+template <typename E>
 struct View {
-  const A* first = nullptr;
+  const E* first = nullptr;
   std::int64_t stride = 0;
 
-  const A* row(std::int64_t number) const { return first + number * stride; }
+  const E* row(std::int64_t number) const { return first + number * stride; }
 };
 
 template <typename A>
@@ -56,16 +56,19 @@ void copy_tile(const ConstRows& rows, const Tile& tile, A* to) {
   }
 }
 
-// Rows of accumulators are read where they lie.
-template <typename A>
-bool lies_ready(const ConstRows& rows) {
-  return rows.dtype == kDTypeOf<A> && rows.split.inner == 0;
+// Such rows are read where they are.
+inline bool lies_ready(const ConstRows& rows, DType dtype) {
+  return rows.dtype == dtype && rows.split.inner == 0;
+}
+template <typename E>
+View<E> view_tile(const ConstRows& rows, const Tile& tile) {
+  return {static_cast<const E*>(rows.data) + tile.row * rows.stride + tile.col, rows.stride};
 }
 
 template <typename A>
 View<A> read_tile(const ConstRows& rows, const Tile& tile, A* buffer, bool dense = false) {
-  if (lies_ready<A>(rows) && (!dense || rows.stride == tile.cols)) {
-    return {static_cast<const A*>(rows.data) + tile.row * rows.stride + tile.col, rows.stride};
+  if (lies_ready(rows, kDTypeOf<A>) && (!dense || rows.stride == tile.cols)) {
+    return view_tile<A>(rows, tile);
   }
   copy_tile(rows, tile, buffer);
   return {buffer, tile.cols};
@@ -103,29 +106,45 @@ void drop_tile(const Dropout& dropout, const Tile& tile, A* values) {
   }
 }
 
-// Weight or bias; `absent` everywhere where there is none.
-template <typename A>
+// Weight or bias; `absent` everywhere where there is none. Those of long rows are converted in
+// parts, as the rows are: converted as a whole, those of few rows would cost more than the rows.
+template <typename W>
 class Parameter {
  public:
-  Parameter(const void* data, DType dtype, std::int64_t cols, A absent) {
-    if (data != nullptr && dtype == kDTypeOf<A>) {
-      values_ = static_cast<const A*>(data);
-      return;
-    }
-    memory_.reset(new A[static_cast<std::size_t>(cols)]);
-    values_ = memory_.get();
-    if (data != nullptr) {
-      read_elements(data, dtype, 0, cols, memory_.get());
-    } else {
-      std::fill_n(memory_.get(), cols, absent);
+  Parameter(const void* data, DType dtype, std::int64_t cols, W absent)
+      : data_(data), dtype_(dtype), is_long_(is_long(cols)) {
+    if (data == nullptr) {
+      std::fill_n(values_, std::min(cols, kWholeCols), absent);
+    } else if (dtype != kDTypeOf<W> && !is_long_) {
+      convert(0, cols);
     }
   }
 
-  const A* values() const { return values_; }
+  // `cols` of them, of a long row no more than a part; valid until the next call.
+  const W* from(std::int64_t col, std::int64_t cols) {
+    if (data_ != nullptr && dtype_ == kDTypeOf<W>) {
+      return static_cast<const W*>(data_) + col;
+    }
+    if (!is_long_) {
+      return values_ + col;
+    }
+    if (data_ != nullptr) {
+      convert(col, cols);
+    }
+    return values_;
+  }
 
  private:
-  std::unique_ptr<A[]> memory_;
-  const A* values_;
+  void convert(std::int64_t col, std::int64_t cols) {
+    if constexpr (sizeof(W) > 2) {  // else they are W
+      read_elements(data_, dtype_, col, cols, values_);
+    }
+  }
+
+  const void* const data_;
+  const DType dtype_;
+  const bool is_long_;
+  W values_[kWholeCols];
 };
 
 }  // namespace fused_op::cpu::FUSED_OP_CPU_LEVEL

@@ -139,11 +139,12 @@ struct Vectors {
     }
   }
   // Columns `col` on of a parameter, which begins at a multiple of 16 bytes; null means `absent`.
+  // `valid` of them are in the row, or N: then it may have more.
   template <typename W, int N, typename Col>
-  __device__ __forceinline__ static Pack<W, N> parameter(const void* from, Col col, bool inside,
+  __device__ __forceinline__ static Pack<W, N> parameter(const void* from, Col col, int valid,
                                                          float absent) {
     Pack<W, N> pack = pack_of<W, N>(absent);
-    load_bytes_if<sizeof(W) * N, false>(from != nullptr && inside,
+    load_bytes_if<sizeof(W) * N, false>(from != nullptr && valid > 0,
                                         static_cast<const W*>(from) + col, pack.words);
     return pack;
   }
@@ -170,14 +171,18 @@ struct Words {
     if (!halves) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
-        load_pack<false, Lane::kKeep>(from + i * Lane::kStep, lane.template valid<N>(i), packs[i]);
+        clear(packs[i]);
+        load_pack<false, Lane::kKeep, true>(from + i * Lane::kStep, lane.template valid<N>(i),
+                                            packs[i]);
       }
     } else if constexpr (sizeof(T) == 2 && N == 2) {
       load_joined(lane, from, packs);
     } else if constexpr (sizeof(T) == 2) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
-        load_pack<true, Lane::kKeep>(from + i * Lane::kStep, lane.template valid<N>(i), packs[i]);
+        clear(packs[i]);
+        load_pack<true, Lane::kKeep, true>(from + i * Lane::kStep, lane.template valid<N>(i),
+                                           packs[i]);
       }
     }
   }
@@ -223,9 +228,12 @@ struct Words {
     }
   }
   template <typename W, int N, typename Col>
-  __device__ __forceinline__ static Pack<W, N> parameter(const void* from, Col col, bool inside,
+  __device__ __forceinline__ static Pack<W, N> parameter(const void* from, Col col, int valid,
                                                          float absent) {
-    return Vectors::parameter<W, N>(from, col, inside, absent);
+    Pack<W, N> pack = pack_of<W, N>(absent);
+    load_pack<false, false, false>(static_cast<const W*>(from) + col, from != nullptr ? valid : 0,
+                                   pack);
+    return pack;
   }
 
  private:
@@ -256,12 +264,14 @@ struct Words {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       clear(packs[i]);
-      load_if<1>(lane.template valid<2>(i) >= 0, from + i * Lane::kStep - 1, packs[i].words);
+      const T* const at = from + i * Lane::kStep - 1;
+      load_if<1>(lane.template valid<2>(i) > 0, at, packs[i].words);
+      load_half_if(lane.template valid<2>(i) == 0, at, packs[i].words);
     }
     constexpr int kLast = kVectors - 1;
-    std::uint32_t beyond = 0;  // the word after the last lane's last
-    load_if<1>(id == kLanes - 1 && lane.template valid<2>(kLast) > 1,
-               from + kLast * Lane::kStep + 1, &beyond);
+    std::uint32_t beyond = 0;  // the last lane's last element
+    load_half_if(id == kLanes - 1 && lane.template valid<2>(kLast) > 1,
+                 from + kLast * Lane::kStep + 1, &beyond);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const std::uint32_t word = packs[i].words[0];
@@ -310,9 +320,9 @@ struct Words {
     }
   }
 
-  template <bool kHalves, bool kKeep, typename T, int N>
+  // The first `valid` elements of a pack, or all; the others stay.
+  template <bool kHalves, bool kKeep, bool kMasks, typename T, int N>
   __device__ __forceinline__ static void load_pack(const T* from, int valid, Pack<T, N>& pack) {
-    clear(pack);
     if constexpr (sizeof(T) > 2) {
 #pragma unroll
       for (int j = 0; j < N; ++j) {
@@ -331,8 +341,14 @@ struct Words {
           load_half_if(valid > j + 1, from + j + 1, &high);
           word = __byte_perm(word, high, 0x5410);
         } else {
-          load_if<1>(valid > j, from + j, &word);
-          word &= valid > j + 1 ? ~0u : 0xffffu;
+          load_if<1>(valid > (N == 2 ? 1 : j), from + j, &word);
+          if constexpr (N == 2) {
+            load_half_if(valid == 1, from, &word);
+          } else if constexpr (kMasks) {
+            // A row with packs of several words ends at a word. The mask changes nothing then, but
+            // ptxas spills without it. Of absent parameters it would clear every second one.
+            word &= valid > j + 1 ? ~0u : 0xffffu;
+          }
         }
       }
     }

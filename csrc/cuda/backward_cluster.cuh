@@ -46,7 +46,8 @@ class ClusterRows {
   __device__ __forceinline__ void begin() {
 #pragma unroll
     for (int i = 0; i < kPieceUnits; ++i) {
-      parameters_.put(i, Op::Epilogue::template load<Norm, Vectors, N>(args_, col(i), inside(i)));
+      parameters_.put(
+          i, Op::Epilogue::template load<Norm, Vectors, N>(args_, col(i), inside(i) ? N : 0));
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         totals_[i].weight[j] = 0;
@@ -157,7 +158,8 @@ class ClusterRows {
   __device__ __forceinline__ void expand_unit(const typename Op::Epilogue& epilogue, int stage,
                                               int i, const Normalizer<A>& normalizer, A (&xhat)[N],
                                               A (&grad)[N], ParameterSums<N, A>& totals) {
-    expand<Op>(epilogue, parameters_.get(i), col(i), load<0>(stage, i), load<1>(stage, i),
+    NoPack nothing;
+    expand<Op>(epilogue, parameters_.get(i), col(i), load<0>(stage, i), load<1>(stage, i), nothing,
                normalizer, xhat, grad, totals);
   }
   __device__ __forceinline__ void leave_pack(A* partials, std::int64_t part, int i, void* gradient,

@@ -98,7 +98,7 @@ class PieceRow {
   static constexpr int kVectors = Tile::kVectors;
 
  public:
-  __device__ __forceinline__ PieceRow(const NormBackwardArgs& args, std::int64_t row,
+  __device__ __forceinline__ PieceRow(const typename Op::Args& args, std::int64_t row,
                                       unsigned piece, unsigned pieces)
       : args_(args), row_(row), piece_(piece), pieces_(pieces) {}
 
@@ -122,10 +122,14 @@ class PieceRow {
       const UnitLane<Tile> here = lane(i);
       Access::load(here, first_of<X, false>(args_.x, row_), x_[i]);
       Access::load(here, first_of<GradOutput, false>(args_.grad_output, row_), dy_[i]);
+      if constexpr (Op::kReadsBeside) {
+        Access::load(here, first_of<StreamElement<Op, 2>, false>(Op::third(args_), row_),
+                     beside_[i]);
+      }
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) {
-        parameters_[i][k] = Op::Epilogue::template load<Norm, Access, N>(
-            args_, here.col(k), here.template valid<N>(k) > 0);
+        parameters_[i][k] = Op::Epilogue::template load<Norm, Access, N>(args_, here.col(k),
+                                                                         here.template valid<N>(k));
       }
     }
   }
@@ -144,8 +148,9 @@ class PieceRow {
         if (valid > 0) {
           A xhat[N], grad[N];
           ParameterSums<N, A> ignored;
-          expand<Op>(epilogue, parameters_[i][k], here.col(k), x_[i][k], dy_[i][k], normalizer,
-                     xhat, grad, ignored);
+          typename Op::template BesidePack<N> beside = beside_[i][k];
+          expand<Op>(epilogue, parameters_[i][k], here.col(k), x_[i][k], dy_[i][k], beside,
+                     normalizer, xhat, grad, ignored);
 #pragma unroll
           for (int j = 0; j < N; ++j) {
             if (Access::kWhole || valid > j) {
@@ -164,12 +169,13 @@ class PieceRow {
     return unit_lane<Tile>(first, static_cast<int>(threadIdx.x), args_.cols);
   }
 
-  const NormBackwardArgs& args_;
+  const typename Op::Args& args_;
   std::int64_t row_;
   unsigned piece_;
   unsigned pieces_;
   Pack<X, N> x_[kPieceUnits][kVectors];
   Pack<GradOutput, N> dy_[kPieceUnits][kVectors];
+  typename Op::template BesidePack<N> beside_[kPieceUnits][kVectors];
   ParametersOf<Op, N> parameters_[kPieceUnits][kVectors];
 };
 
@@ -177,7 +183,7 @@ class PieceRow {
 // in turn later. grid: rows · pieces.
 template <typename Op, typename Tile>
 __global__ void __launch_bounds__(kPieceThreads, 1)
-    backward_row_sums_kernel(const __grid_constant__ NormBackwardArgs args,
+    backward_row_sums_kernel(const __grid_constant__ typename Op::Args args,
                              PullbackSums<typename Op::A>* row_sums) {
   __shared__ PullbackSums<typename Op::A> parts[kPieceThreads / kWarpSize];
   const auto pieces = static_cast<unsigned>(row_pieces(args.cols, Tile::kUnit));
@@ -209,14 +215,14 @@ class UnitColumns {
  public:
   static constexpr int kAtOnce = 4;  // rows in flight: 7.8 us, two 8.6 at 8x65536 (bf16, H200)
 
-  __device__ __forceinline__ UnitColumns(const NormBackwardArgs& args, std::int64_t first_unit)
+  __device__ __forceinline__ UnitColumns(const typename Op::Args& args, std::int64_t first_unit)
       : args_(args), lane_(unit_lane<Tile>(first_unit, static_cast<int>(threadIdx.x), args.cols)) {}
 
   __device__ __forceinline__ void begin() {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       parameters_[i] = Op::Epilogue::template load<Norm, Access, N>(args_, lane_.col(i),
-                                                                    lane_.template valid<N>(i) > 0);
+                                                                    lane_.template valid<N>(i));
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         totals_[i].weight[j] = 0;
@@ -246,12 +252,16 @@ class UnitColumns {
     if (arrives) {
       Access::load(lane_, first_of<GradSum, false>(args_.grad_sum, row), arriving);
     }
+    typename Op::template BesidePack<N> beside[kVectors];
+    if constexpr (Op::kReadsBeside) {
+      Access::load(lane_, first_of<StreamElement<Op, 2>, false>(Op::third(args_), row), beside);
+    }
     typename Op::Source::template Gradients<N, kVectors> gradients;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       A xhat[N], grad[N];
-      expand<Op>(epilogue, parameters_[i], lane_.col(i), x_[k][i], dy_[k][i], normalizer, xhat,
-                 grad, totals_[i]);
+      expand<Op>(epilogue, parameters_[i], lane_.col(i), x_[k][i], dy_[k][i], beside[i], normalizer,
+                 xhat, grad, totals_[i]);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         xhat[j] = pullback(grad[j], xhat[j]);
@@ -263,7 +273,14 @@ class UnitColumns {
           xhat[j] += grad[j];
         }
       }
-      source.leave(lane_.col(i), xhat, i, gradients);
+      if constexpr (Op::Source::kReadsBeside) {
+        source.leave(x_[k][i], beside[i], xhat, i, gradients);
+      } else {
+        source.leave(lane_.col(i), xhat, i, gradients);
+      }
+    }
+    if constexpr (Op::Epilogue::kReadsBeside) {
+      epilogue.template store_beside<Access>(lane_, 0, beside);
     }
     if (Op::Source::wanted(args_)) {
       source.template store<Access>(lane_, 0, gradients);
@@ -314,7 +331,7 @@ class UnitColumns {
     }
   }
 
-  const NormBackwardArgs& args_;
+  const typename Op::Args& args_;
   UnitLane<Tile> lane_;
   ParametersOf<Op, N> parameters_[kVectors];
   ParameterSums<N, A> totals_[kVectors];
@@ -348,7 +365,7 @@ struct RowFacts {
 // one chunk is all rows, whose sums are the gradients.
 template <typename Op, typename Tile>
 __global__ void __launch_bounds__(kColumnThreads)
-    backward_columns_kernel(const __grid_constant__ NormBackwardArgs args,
+    backward_columns_kernel(const __grid_constant__ typename Op::Args args,
                             const PullbackSums<typename Op::A>* row_sums,
                             typename Op::A* partials) {
   using Norm = typename Op::Norm;

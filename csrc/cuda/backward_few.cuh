@@ -84,7 +84,7 @@ __device__ __forceinline__ void few_rows(const NormBackwardArgs& args, const Bac
   const int width = static_cast<int>(args.cols);
   const typename Backward::RowLane lane{place.warp * Tile::kWarpCols + place.lane * Tile::kPack,
                                         width, true};
-  Backward backward(args, HeldRow<Op, Tile>(args, row, lane), 0, lane, place.lane);
+  Backward backward(args, HeldRow<Op, Tile>(args, row, lane), 0, lane, place.lane, row);
   const Normalizer<A> normalizer =
       Norm::saved(static_cast<const A*>(args.stats), row, args.rows).normalizer();
   typename Backward::Sums ignored[Tile::kVectors];
@@ -127,7 +127,7 @@ class Slab {
     for (int i = 0; i < kVectors; ++i) {
       if constexpr (Op::Epilogue::kFromOutput) {
         parameters_[i] = Op::Epilogue::template load<Norm, typename Op::Access, N>(
-            args, lane_.col(i), lane_.template valid<N>(i) > 0);
+            args, lane_.col(i), lane_.template valid<N>(i));
       } else {
         clear(parameters_[i].weight);  // is not read
       }
@@ -153,8 +153,9 @@ class Slab {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         A xhat[N], grad[N];
-        expand<Op>(epilogue, parameters_[i], lane_.col(i), x[i], dy[i], normalizer, xhat, grad,
-                   totals_[i]);
+        NoPack nothing;
+        expand<Op>(epilogue, parameters_[i], lane_.col(i), x[i], dy[i], nothing, normalizer, xhat,
+                   grad, totals_[i]);
       }
     }
   }

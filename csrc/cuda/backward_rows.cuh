@@ -13,31 +13,12 @@
 #include "cuda/access.cuh"
 #include "cuda/backward_op.cuh"
 #include "cuda/backward_tile.h"
+#include "cuda/column_sums.cuh"
 #include "cuda/dependent_launch.cuh"
 #include "cuda/row_sum.cuh"
 #include "cuda/staged_rows.cuh"
 
 namespace fused_op::cuda {
-
-// Where a thread stands. A team is the threads of a row, one of blockDim.y in the CTA.
-struct BackwardPlace {
-  int team;
-  int lane;   // of kLanes
-  int warp;   // of the row
-  int warps;  // of the row
-};
-
-template <typename Tile>
-__device__ __forceinline__ BackwardPlace backward_place() {
-  const int thread = static_cast<int>(threadIdx.x);
-  const int team = static_cast<int>(threadIdx.y);
-  if constexpr (Tile::kOneWarp) {
-    return {team, thread, 0, 1};
-  } else {
-    const int warps = Tile::kWidth > 0 ? Tile::kWarps : static_cast<int>(blockDim.x) / kWarpSize;
-    return {team, thread % kWarpSize, thread / kWarpSize, warps};
-  }
-}
 
 // Packs that are computed together: Words stores several in one branch.
 template <typename Op, typename Tile>
@@ -63,6 +44,8 @@ class RowBackward {
   static constexpr int kTogether = packs_together<Op, Tile>();
   static constexpr bool kWholePacks = Tile::kWidth > 0 && Tile::kWidth % N == 0;
   static constexpr int kKept = Tile::kKeep ? kVectors : 1;
+  using Args = typename Op::Args;
+  using Beside = typename Op::template BesidePack<N>;
 
  public:
   using Rows = Rows_;
@@ -71,9 +54,10 @@ class RowBackward {
   using Sums = ParameterSums<N, A>;
   static constexpr int kGroupBytes = Rows::kGroupBytes + Parameters::kGroupBytes;
 
-  // `shared`: of this lane's group, for parameters that do not stay in registers.
-  __device__ __forceinline__ RowBackward(const NormBackwardArgs& args, const Rows& rows,
-                                         std::uint32_t shared, const RowLane& lane, int lane_of_row)
+  // `shared`: of this lane's group, for parameters that do not stay in registers; they are those of
+  // `row`, and of all rows that will come.
+  __device__ __forceinline__ RowBackward(const Args& args, const Rows& rows, std::uint32_t shared,
+                                         const RowLane& lane, int lane_of_row, std::int64_t row)
       : args_(args),
         lane_(lane),
         lane_of_row_(lane_of_row),
@@ -81,8 +65,7 @@ class RowBackward {
         parameters_(shared, lane_of_row) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      parameters_.put(i, Op::Epilogue::template load<Norm, typename Op::Access, N>(
-                             args, lane.col(i), lane.template valid<N>(i) > 0));
+      parameters_.put(i, parameters_of(args, row, lane.col(i), lane.template valid<N>(i)));
     }
   }
 
@@ -94,6 +77,7 @@ class RowBackward {
                                                   Sums (&totals)[kVectors]) {
     const typename Op::Epilogue epilogue(args_, row);
     PullbackSums<A> sums{A(0), A(0)};
+    Beside beside[kTogether];  // and then its gradients
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       if (takes_part(i / kTogether * kTogether)) {
@@ -101,13 +85,19 @@ class RowBackward {
         A(&grad)[N] = grad_[Tile::kKeep ? i : 0];
         const Pack<X, N> x = staged_.template load<0>(i);
         const Pack<GradOutput, N> dy = staged_.template load<1>(i);
-        expand(epilogue, x, dy, i, normalizer, xhat, grad, totals[i]);
+        beside[i % kTogether] = beside_of(i);
+        expand(epilogue, x, dy, i, normalizer, beside[i % kTogether], xhat, grad, totals[i]);
         // Past the row's end is anything; what the totals gain by it is not stored.
         const int valid = lane_.template valid<N>(i);
 #pragma unroll
         for (int j = 0; j < N; ++j) {
           if (Op::Access::kWhole || valid > (kWholePacks ? 0 : j)) {
             sums.add(grad[j], xhat[j]);
+          }
+        }
+        if constexpr (Op::Epilogue::kReadsBeside) {
+          if (i % kTogether == kTogether - 1) {
+            epilogue.template store_beside<typename Op::Access>(lane_, i + 1 - kTogether, beside);
           }
         }
       }
@@ -131,8 +121,9 @@ class RowBackward {
           A(&grad)[N] = grad_[Tile::kKeep ? i : 0];
           Sums ignored{};
           if constexpr (!Tile::kKeep) {
+            Beside beside = beside_of(i);
             expand(epilogue, staged_.template load<0>(i), staged_.template load<1>(i), i,
-                   normalizer, xhat, grad, ignored);
+                   normalizer, beside, xhat, grad, ignored);
           }
           A dx[N];
 #pragma unroll
@@ -149,7 +140,11 @@ class RowBackward {
               }
             }
           }
-          source.leave(lane_.col(i), dx, k, gradients);
+          if constexpr (Op::Source::kReadsBeside) {
+            source.leave(staged_.template load<0>(i), beside_of(i), dx, k, gradients);
+          } else {
+            source.leave(lane_.col(i), dx, k, gradients);
+          }
         }
         source.template store<typename Op::Access>(lane_, first, gradients);
       }
@@ -157,22 +152,42 @@ class RowBackward {
   }
 
  private:
+  template <typename Col>
+  __device__ __forceinline__ static auto parameters_of(const Args& args, std::int64_t row, Col col,
+                                                       int valid) {
+    using Epilogue = typename Op::Epilogue;
+    if constexpr (Epilogue::kEntries) {
+      return Epilogue::template load_entry<Norm, typename Op::Access, N>(args, row, col, valid);
+    } else {
+      return Epilogue::template load<Norm, typename Op::Access, N>(
+          args, Epilogue::first_parameter(args, row) + col, valid);
+    }
+  }
+
   // Whether this lane has elements in pack i of the row, or, by Words, a lane of its row has.
   __device__ __forceinline__ bool takes_part(int i) const {
     return i + kTogether <= RowLane::kSure ||
            lane_.width > lane_.col(i) - (Op::Access::kWhole ? 0 : lane_of_row_ * N);
   }
 
+  __device__ __forceinline__ Beside beside_of(int i) const {
+    if constexpr (Op::kReadsBeside) {
+      return staged_.template load<2>(i);
+    } else {
+      return {};
+    }
+  }
+
   // x̂ and its gradient.
   __device__ __forceinline__ void expand(const typename Op::Epilogue& epilogue, const Pack<X, N>& x,
                                          const Pack<GradOutput, N>& dy, int i,
-                                         const Normalizer<A>& normalizer, A (&xhat)[N],
-                                         A (&grad)[N], Sums& totals) {
-    cuda::expand<Op>(epilogue, parameters_.get(i), lane_.col(i), x, dy, normalizer, xhat, grad,
-                     totals);
+                                         const Normalizer<A>& normalizer, Beside& beside,
+                                         A (&xhat)[N], A (&grad)[N], Sums& totals) {
+    cuda::expand<Op>(epilogue, parameters_.get(i), lane_.col(i), x, dy, beside, normalizer, xhat,
+                     grad, totals);
   }
 
-  const NormBackwardArgs& args_;
+  const Args& args_;
   RowLane lane_;
   int lane_of_row_;
   Rows staged_;
@@ -211,7 +226,7 @@ __device__ __forceinline__ PullbackSums<A> sum_over_row(PullbackSums<A> sums,
 
 // The first row comes into the L2 cache while the kernel before still runs, and the weight, once.
 template <typename Op, typename Tile>
-__device__ __forceinline__ void prefetch_first_row(const NormBackwardArgs& args, std::int64_t row,
+__device__ __forceinline__ void prefetch_first_row(const typename Op::Args& args, std::int64_t row,
                                                    int width, const BackwardPlace& place) {
   const auto span = [&]<typename T>(const T* of_row) {
     const int first = place.warp * Tile::kWarpCols;
@@ -228,139 +243,20 @@ __device__ __forceinline__ void prefetch_first_row(const NormBackwardArgs& args,
   if (row < args.rows) {
     span(first_of<typename Op::X, false>(args.x, row));
     span(first_of<typename Op::GradOutput, false>(args.grad_output, row));
+    if constexpr (Op::kReadsBeside) {
+      span(first_of<StreamElement<Op, 2>, false>(Op::third(args), row));
+    }
   }
   if (row == 0 && args.weight != nullptr) {  // for all rows
     span(static_cast<const typename Op::Epilogue::Parameter*>(args.weight));
   }
 }
 
-// The sums of a CTA's rows in shared memory, [groups, kGrads, columns], and from there to one row
-// of partial sums, or to the gradients themselves where no other CTA has any.
-template <typename Op, typename Tile>
-class ColumnSums {
-  using A = typename Op::A;
-  using W = typename Op::Epilogue::Parameter;
-  static constexpr int N = Tile::kPack;
-  static constexpr int kVectors = Tile::kVectors;
-  static constexpr int kGrads = Op::Norm::kGrads;
-  static constexpr int kFour = kVectorBytes / static_cast<int>(sizeof(A));  // columns at a time
-  static constexpr int kBlock = N < kFour ? N : kFour;
-  using Sums = ParameterSums<N, A>;
-
- public:
-  __device__ __forceinline__ ColumnSums(const BackwardPlace& place, int first_col, uint4* shared)
-      : place_(place),
-        first_col_(first_col),
-        row_cols_(place.warps * Tile::kWarpCols),
-        thread_(place.team * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)),
-        threads_(static_cast<int>(blockDim.x * blockDim.y)),
-        sums_(reinterpret_cast<A*>(shared)) {}
-
-  // Rows that share a warp are added first.
-  __device__ __forceinline__ void collect(Sums (&totals)[kVectors]) const {
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-#pragma unroll
-      for (int offset = kWarpSize / 2; offset >= Tile::kLanes; offset /= 2) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          totals[i].weight[j] += __shfl_xor_sync(kAllLanes, totals[i].weight[j], offset);
-          if constexpr (kGrads == 2) {
-            totals[i].bias[j] += __shfl_xor_sync(kAllLanes, totals[i].bias[j], offset);
-          }
-        }
-      }
-      if (thread_ % kWarpSize < Tile::kLanes) {
-        A* const mine = sums_ + group() * kGrads * row_cols_;
-        put(mine, i, totals[i].weight);
-        if constexpr (kGrads == 2) {
-          put(mine + row_cols_, i, totals[i].bias);
-        }
-      }
-    }
-  }
-
-  // After a barrier: a thread adds up whole columns. partials: null in a grid of one CTA.
-  __device__ __forceinline__ void leave(const NormBackwardArgs& args, int width,
-                                        A* partials) const {
-    const int groups =
-        Tile::kLanes < kWarpSize ? threads_ / kWarpSize : static_cast<int>(blockDim.y);
-    const std::int64_t stride = partials_stride(width);
-    const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kGrads;
-#pragma unroll
-    for (int grad = 0; grad < kGrads; ++grad) {
-      for (int col = thread_ * kFour; col < width; col += threads_ * kFour) {
-        A sums[kFour];
-        add_groups(groups, grad, col, sums);
-        if (partials != nullptr) {
-          std::uint32_t words[4];
-          memcpy(words, sums, sizeof(words));
-          store_bytes<kVectorBytes>(partials + (row + grad) * stride + col, words);
-        } else {
-          void* const target = grad == 0 ? args.grad_weight : args.grad_bias;
-#pragma unroll
-          for (int j = 0; j < kFour; ++j) {
-            if (target != nullptr && col + j < width) {
-              const A value[1] = {sums[j]};
-              store_bytes<sizeof(W)>(static_cast<W*>(target) + col + j, rounded<W>(value).words);
-            }
-          }
-        }
-      }
-    }
-  }
-
- private:
-  __device__ __forceinline__ int group() const {
-    return Tile::kLanes < kWarpSize ? thread_ / kWarpSize : place_.team;
-  }
-  // Lanes that store eight columns in two blocks of 16 bytes each meet in half of the banks, unless
-  // every other four of them change the blocks.
-  __device__ __forceinline__ static int place_of(int col) {
-    return N == 2 * kFour ? col ^ (col / 8 & 4) : col;
-  }
-  __device__ __forceinline__ void put(A* sums, int i, const A (&values)[N]) const {
-#pragma unroll
-    for (int first = 0; first < N; first += kBlock) {
-      std::uint32_t words[kBlock * sizeof(A) / 4];
-      memcpy(words, values + first, sizeof(words));
-      const int col = first_col_ + i * Tile::kStep + first;
-      store_bytes<kBlock * sizeof(A)>(sums + place_of(col), words);
-    }
-  }
-  __device__ __forceinline__ void add_groups(int groups, int grad, int col,
-                                             A (&sums)[kFour]) const {
-    const A* from = sums_ + grad * row_cols_ + place_of(col);
-#pragma unroll
-    for (int j = 0; j < kFour; ++j) {
-      sums[j] = 0;
-    }
-#pragma unroll 8
-    for (int group = 0; group < groups; ++group) {
-      const uint4 block = *reinterpret_cast<const uint4*>(from);
-      A addends[kFour];
-      memcpy(addends, &block, sizeof(block));
-#pragma unroll
-      for (int j = 0; j < kFour; ++j) {
-        sums[j] += addends[j];
-      }
-      from += kGrads * row_cols_;
-    }
-  }
-
-  const BackwardPlace& place_;
-  int first_col_;
-  int row_cols_;
-  int thread_;
-  int threads_;
-  A* sums_;
-};
-
 // A team's rows one after the other, from `first_row` on.
 template <typename Op, typename Tile>
 __device__ __forceinline__ void take_rows(
-    const NormBackwardArgs& args, const BackwardSteps& steps, const BackwardPlace& place, int width,
-    std::int64_t first_row, RowBackward<Op, Tile>& backward,
+    const typename Op::Args& args, const BackwardSteps& steps, const BackwardPlace& place,
+    int width, std::int64_t first_row, RowBackward<Op, Tile>& backward,
     typename RowBackward<Op, Tile>::Sums (&totals)[Tile::kVectors]) {
   using Norm = typename Op::Norm;
   using A = typename Op::A;
@@ -376,8 +272,10 @@ __device__ __forceinline__ void take_rows(
   SavedStats<A> saved = saved_of(first_row);
   int parity = 0;
   // Teams past the last row go along: the CTA has barriers.
-  for (std::int64_t row = first_row; row - place.team < args.rows; row += steps.rows) {
-    const bool live = row < args.rows;
+  const std::int64_t last_row = last_row_of<Op>(args);
+  for (std::int64_t row = first_row; row - place.team * rows_apart<Op>(args) < last_row;
+       row += steps.rows) {
+    const bool live = row < last_row;
     const Normalizer<A> normalizer = saved.normalizer();
     saved = saved_of(row + steps.rows);
     backward.advance_to(row);
@@ -386,7 +284,9 @@ __device__ __forceinline__ void take_rows(
       sums = backward.sums(row, normalizer, totals);
     }
     // Two buffers in turn: one barrier a row is enough.
-    sums = sum_over_row<Norm, Tile>(sums, parts[parity] + place.team * place.warps, place);
+    if constexpr (Norm::kStats > 0) {
+      sums = sum_over_row<Norm, Tile>(sums, parts[parity] + place.team * place.warps, place);
+    }
     parity ^= 1;
     if (live && wanted) {
       backward.leave(row, normalizer, Pullback<Norm, A>(sums, normalizer, inverse_cols));
@@ -400,7 +300,7 @@ __device__ __forceinline__ void take_rows(
 // shared memory: RowBackward::kGroupBytes for each kLanes threads.
 template <typename Op, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
-    backward_kernel(const __grid_constant__ NormBackwardArgs args,
+    backward_kernel(const __grid_constant__ typename Op::Args args,
                     const __grid_constant__ BackwardSteps steps, typename Op::A* partials) {
   using Backward = RowBackward<Op, Tile>;
   constexpr int N = Tile::kPack;
@@ -411,7 +311,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   alignas(kStagedAlignment) extern __shared__ uint4 shared[];
   const int width = Tile::kWidth > 0 ? Tile::kWidth : static_cast<int>(args.cols);
   const BackwardPlace place = backward_place<Tile>();
-  const std::int64_t first_row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + place.team;
+  const std::int64_t first_row = first_row_of<Op>(args, place.team);
   if constexpr (!Op::Source::kAtTwoStrides) {
     prefetch_first_row<Op, Tile>(args, first_row, width, place);
   }
@@ -420,7 +320,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   const int group = place.team * place.warps + place.warp;
   const std::uint32_t own = shared_address(shared) + group * Backward::kGroupBytes;
   const typename Backward::Rows rows(args, steps, own, first_row, lane, place.lane);
-  Backward backward(args, rows, own + Backward::Rows::kGroupBytes, lane, place.lane);
+  Backward backward(args, rows, own + Backward::Rows::kGroupBytes, lane, place.lane, first_row);
   typename Backward::Sums totals[Tile::kVectors];
 #pragma unroll
   for (int i = 0; i < Tile::kVectors; ++i) {

@@ -44,6 +44,8 @@ struct BackwardSteps {
   std::int64_t rows;
   std::int64_t ahead;     // rows from that at hand to that to copy: stages - 1 steps
   std::int64_t bytes[3];  // in x, dy and the gradient of the sum
+  // Rows before this one end a block of 16 bytes, or more, before their tensors do.
+  std::int64_t whole_rows;
 };
 
 // Bytes of shared memory in which a group of lanes (those of a row that share a warp) has a row of

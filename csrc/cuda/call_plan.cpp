@@ -19,6 +19,7 @@ NormForwardArgs forward_args(const CallShape& call) {
   args.kind = call.norm;
   args.dtype = call.sum;
   args.param_dtype = call.parameters;
+  args.rounding = call.rounding;
   args.rows = call.rows;
   args.cols = call.cols;
   args.input = rows_of(call.input, call.cols, call.aligned);
@@ -37,6 +38,7 @@ NormBackwardArgs backward_args(const CallShape& call) {
   args.kind = call.norm;
   args.dtype = call.memory_efficient ? call.output : call.sum;
   args.param_dtype = call.parameters;
+  args.rounding = call.rounding;
   args.rows = call.rows;
   args.cols = call.cols;
   args.x = rows_of(args.dtype, call.cols, call.aligned);

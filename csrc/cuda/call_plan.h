@@ -29,7 +29,8 @@ struct CallShape {
   bool adds = false;
   bool dropout = false;
   bool memory_efficient = false;  // backward reads the output
-  bool aligned = true;            // the input begins where vectors may
+  Rounding rounding = Rounding::kOnce;
+  bool aligned = true;  // the input begins where vectors may
 };
 
 struct PlannedKernel {

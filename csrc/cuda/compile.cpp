@@ -222,7 +222,10 @@ class OwnedProgram {
     for (const Header& header : source.more_headers) {
       add(header.path.c_str(), header.text.c_str());
     }
-    const std::string text = "#include \"" + source.header + "\"\n";
+    std::string text = "#include \"" + source.header + "\"\n";
+    if (!source.structs.empty()) {
+      text += "#include \"" + source.structs + "\"\n";
+    }
     check(nvrtc_,
           nvrtc_.create_program(&program_, text.c_str(), "fused_op.cu",
                                 static_cast<int>(paths.size()), texts.data(), paths.data()),

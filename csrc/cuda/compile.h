@@ -30,6 +30,7 @@ struct KernelSource {
   std::string name;                       // in C++: "fused_op::cuda::forward_kernel<...>"
   const void* built_in = nullptr;         // the same, compiled with the extension (core_table.h)
   std::vector<Header> more_headers = {};  // beyond the embedded ones; for tests
+  std::string structs = {};               // one more header to include, of a variant
 };
 
 // A kernel as machine code.

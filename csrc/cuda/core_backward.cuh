@@ -10,34 +10,38 @@
 
 namespace fused_op::cuda {
 
-template <typename Norm, typename X, typename W, bool kAdds, int kIndex>
+template <typename Norm, typename X, typename W, bool kRoundsFirst, bool kAdds, int kIndex>
 const void* core_backward_kernel() {
   constexpr BackwardPlan kPlan = core_backward_plan(kIndex, static_cast<int>(sizeof(X)), kAdds);
   using Source = std::conditional_t<kAdds, AddResidual<X, X, X>, Plain<X>>;
-  using Op = BackwardOp<Norm, Source, Affine<W, X>, Vectors>;
+  using Epilogue = std::conditional_t<kRoundsFirst, RoundsFirst<Affine<W, X>, X>, Affine<W, X>>;
+  using Op = BackwardOp<Norm, Source, Epilogue, Vectors>;
   using Tile =
       BackwardTile<kPlan.pack, kPlan.lanes, kPlan.vectors, kPlan.most_threads, kPlan.ctas_per_sm,
                    kPlan.stages, kPlan.keep, kPlan.parameters_stay, kPlan.width, kPlan.core>;
   return reinterpret_cast<const void*>(&backward_kernel<Op, Tile>);
 }
 
-template <typename Norm, typename X, typename W, bool kAdds, int kFirst, int... kTiles>
+template <typename Norm, typename X, typename W, bool kRoundsFirst, bool kAdds, int kFirst,
+          int... kTiles>
 const void* core_backward_at(int tile, std::integer_sequence<int, kTiles...>) {
   static const void* const kernels[] = {
-      core_backward_kernel<Norm, X, W, kAdds, kFirst + kTiles>()...};
+      core_backward_kernel<Norm, X, W, kRoundsFirst, kAdds, kFirst + kTiles>()...};
   return kernels[tile - kFirst];
 }
 
-template <typename X, typename W>
+template <typename X, typename W, bool kRoundsFirst>
 const void* core_backward_of(NormKind norm, bool adds, int tile) {
   constexpr auto kAll = std::make_integer_sequence<int, kCoreBackwardCount>();
   constexpr auto kSome = std::make_integer_sequence<int, kCoreBackwardCount - kFirstWithSum>();
-  if (norm == NormKind::kLayerNorm) {
-    return adds ? core_backward_at<LayerNorm, X, W, true, kFirstWithSum>(tile, kSome)
-                : core_backward_at<LayerNorm, X, W, false, 0>(tile, kAll);
+  if constexpr (!kRoundsFirst) {
+    if (norm == NormKind::kLayerNorm) {
+      return adds ? core_backward_at<LayerNorm, X, W, false, true, kFirstWithSum>(tile, kSome)
+                  : core_backward_at<LayerNorm, X, W, false, false, 0>(tile, kAll);
+    }
   }
-  return adds ? core_backward_at<RmsNorm, X, W, true, kFirstWithSum>(tile, kSome)
-              : core_backward_at<RmsNorm, X, W, false, 0>(tile, kAll);
+  return adds ? core_backward_at<RmsNorm, X, W, kRoundsFirst, true, kFirstWithSum>(tile, kSome)
+              : core_backward_at<RmsNorm, X, W, kRoundsFirst, false, 0>(tile, kAll);
 }
 
 template <typename W>

@@ -11,6 +11,14 @@
 
 namespace fused_op::cuda {
 
+// Whether the table has the kernels of a norm. Of those whose x̂ is rounded before the weight, it
+// has what most language models call.
+constexpr bool core_has(NormKind norm, bool rounds_first, DType row, DType parameters) {
+  return (norm == NormKind::kLayerNorm || norm == NormKind::kRmsNorm) &&
+         (!rounds_first ||
+          (norm == NormKind::kRmsNorm && row == DType::kBFloat16 && parameters == row));
+}
+
 // How a forward kernel of the table lays a row over threads.
 struct CoreForwardTile {
   int lanes;    // of a row; 32: as many warps as the row needs
@@ -84,9 +92,9 @@ inline const void* core_partials(const BackwardSpec&) { return nullptr; }
 #endif
 
 // The same of one pair of element types, of rows and of parameters (core_*.cu).
-template <typename X, typename W>
+template <typename X, typename W, bool kRoundsFirst = false>
 const void* core_forward_of(NormKind norm, bool adds, int tile);
-template <typename X, typename W>
+template <typename X, typename W, bool kRoundsFirst = false>
 const void* core_backward_of(NormKind norm, bool adds, int tile);
 template <typename W>
 const void* core_partials_of();

@@ -38,7 +38,7 @@ __device__ __forceinline__
 // part.
 template <typename Op, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
-    forward_cluster_kernel(const __grid_constant__ NormForwardArgs args, int cta_parts) {
+    forward_cluster_kernel(const __grid_constant__ typename Op::Args args, int cta_parts) {
 #if __CUDA_ARCH__ >= 900  // never launched before
   using Norm = typename Op::Norm;
   using Source = typename Op::Source;
@@ -69,12 +69,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   await_kernels_before();
   typename Source::template Loaded<N, Tile::kPacks> loaded;
   Pack<Row, N> packs[Tile::kPacks];
+  typename Epilogue::template Beside<N, Tile::kPacks> beside;
   source.template load<Access>(lane, loaded);
+  Epilogue::template load_beside<Access>(args, row, lane, beside);
   exchange.ready();
   source.template finish<Access>(lane, loaded, packs);
   send_parts<Op, Tile, A>(lane, packs, first_part, exchange);
   typename Epilogue::template Parameters<N> parameters[Tile::kAhead];
-  load_parameters<Op, Tile>(args, lane, parameters);
+  load_parameters<Op, Tile>(args, row, lane, parameters);
   exchange.await(0);
   stay_packed(packs);
   const Moments<A> moments = merge_slots<Norm, Tile>(slots, width);
@@ -87,7 +89,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   }
   const Normalizer<A> normalizer =
       normalizer_of<Norm>(args, moments, A(1), reciprocal(static_cast<A>(width)), row, saves);
-  write_row<Op, Tile>(args, row, lane, parameters, packs, normalizer);
+  write_row<Op, Tile>(args, row, lane, parameters, beside, packs, normalizer);
 #endif
 }
 

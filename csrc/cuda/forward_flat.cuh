@@ -19,6 +19,7 @@ struct FlatTile {
   template <typename T>
   static constexpr int kCopies = (kRows * kCols + kVector<T> - 1) / kVector<T>;
   using RowLane = Lane<1, kPack, kCols / kPack, false>;
+  using Access = std::conditional_t<kCols % kPack == 0, Vectors, Words>;  // to parameters
 };
 
 // Rows of a CTA in shared memory.
@@ -132,6 +133,7 @@ __global__ void __launch_bounds__(kFlatThreads)
   constexpr int N = Tile::kPack;
   constexpr int kVectors = Tile::kVectors;
   static_assert(sizeof(Y) == sizeof(Row));  // the output takes the input's place
+  static_assert(std::is_same_v<typename Op::Args, NormForwardArgs>, "nothing beside the row");
 
   __shared__ uint4 shared[Tile::kCtaRows * Tile::kCols / kVector<Row>];
   const FlatSpan<Tile, Row> source{shared};
@@ -144,7 +146,8 @@ __global__ void __launch_bounds__(kFlatThreads)
   typename Epilogue::template Parameters<N> parameters[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    parameters[i] = Epilogue::template load<Norm, Vectors, N>(args, i * N, true);
+    parameters[i] = Epilogue::template load<Norm, typename Tile::Access, N>(
+        args, i * N, lane.template valid<N>(i));
   }
   __syncthreads();
   const A cols = static_cast<A>(Tile::kCols);
@@ -159,6 +162,7 @@ __global__ void __launch_bounds__(kFlatThreads)
     const Normalizer<A> normalizer =
         normalizer_of<Norm>(args, moments, scale, reciprocal(cols), cta_row + row, row < rows);
     Epilogue epilogue(args, cta_row + row, lane);
+    const typename Epilogue::template Beside<N, kVectors> nothing{};
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       A values[N];
@@ -167,7 +171,7 @@ __global__ void __launch_bounds__(kFlatThreads)
       for (int j = 0; j < N; ++j) {
         values[j] = Norm::normalized(values[j], normalizer);
       }
-      epilogue.template apply<Norm>(parameters[i], i, values);
+      epilogue.template apply<Norm>(parameters[i], nothing, i, values);
       target.store(row, i, rounded<Y>(values));
     }
   };

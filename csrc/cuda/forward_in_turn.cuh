@@ -91,7 +91,8 @@ __device__ __forceinline__ void write_held(
     if constexpr (Op::Norm::kCentered) {  // 64 registers otherwise
       stay_packed(parameters[i]);
     }
-    epilogue.template apply<typename Op::Norm>(parameters[i], i, values);
+    const typename Op::Epilogue::template Beside<N, 1> nothing{};
+    epilogue.template apply<typename Op::Norm>(parameters[i], nothing, i, values);
     const Pack<Y, N> pack = rounded<Y>(values);
     static_assert(sizeof(pack) == kVectorBytes);
     store_if(lane.template valid<N>(i) > 0,
@@ -114,6 +115,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   using Staged = StagedParts<Tile>;
   constexpr int N = Tile::kPack;
   static_assert(std::is_same_v<Source, Plain<Row>> && Op::Access::kWhole, "copied as it lies");
+  static_assert(std::is_same_v<typename Op::Args, NormForwardArgs>, "nothing beside the row");
   static_assert(sizeof(Pack<Row, N>) == kVectorBytes && Tile::kParts == 1);
 
   const int thread = static_cast<int>(threadIdx.x);
@@ -156,7 +158,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     copy(first_row + stage * clusters, stage);
   }
   typename Epilogue::template Parameters<N> parameters[Tile::kVectors];
-  load_parameters<Op, Tile>(args, lane(), parameters);
+  load_parameters<Op, Tile>(args, first_row, lane(), parameters);
   exchange.ready();
   if (count <= 0) {  // a warp too many in the last CTA
     return;

@@ -48,14 +48,6 @@ struct ForwardTile {
   static constexpr bool kOneWarp = kLanes < kWarpSize || kWarps == 1;  // known at compile time
 };
 
-template <typename Norm_, typename Source_, typename Epilogue_, typename Access_>
-struct ForwardOp {
-  using Norm = Norm_;
-  using Source = Source_;
-  using Epilogue = Epilogue_;
-  using Access = Access_;
-};
-
 // Calls add(x · scale - from, total) for a lane's elements, in one short chain of sums a pack: a
 // long one lets the scheduler unpack the whole row ahead of it, in twice the registers.
 template <bool kWhole, typename Lane, typename T, int N, int kVectors, typename A, typename Add>
@@ -158,17 +150,19 @@ struct Rescue {
   static constexpr int N = Tile::kPack;
   using OneVector = Lane<Tile::kLanes, 0, 0, false>;
 
-  const NormForwardArgs& args;
+  const typename Op::Args& args;
   const ForwardPlace& place;
   int width;
   CtaExchange<A> exchange;
 
   __device__ OneVector lane_of(int i) const {
-    return {place.warp * Tile::kWarpCols + place.lane * N + i * Tile::kStep, width, place.live};
+    // Lanes past the last row load nothing: another warp has that row, and may not have stored it.
+    return {place.warp * Tile::kWarpCols + place.lane * N + i * Tile::kStep, place.live ? width : 0,
+            place.live};
   }
   __device__ void read(const OneVector& lane, Pack<Row, N> (&pack)[1]) const {
     const typename Op::Source source(args, place.row);
-    Words::load(lane, source.row(), pack);
+    source.template read<Words>(lane, pack);
   }
   // With the mean refined, of elements times `scale`.
   __device__ Moments<A> moments(A scale) const {
@@ -208,9 +202,12 @@ struct Rescue {
         values[j] = Norm::normalized(values[j], normalizer);
       }
       Epilogue epilogue(args, place.row, lane);
-      const auto parameters =
-          Epilogue::template load<Norm, Words, N>(args, lane.first, lane.first < width);
-      epilogue.template apply<Norm>(parameters, 0, values);
+      tell(epilogue, normalizer);
+      const auto parameters = Epilogue::template load<Norm, typename Op::Access, N>(
+          args, Epilogue::first_parameter(args, place.row) + lane.first, width - lane.first);
+      typename Epilogue::template Beside<N, 1> beside;
+      Epilogue::template load_beside<Words>(args, place.row, lane, beside);
+      epilogue.template apply<Norm>(parameters, beside, 0, values);
       const Pack<Y, N> packs[1] = {rounded<Y>(values)};
       Words::store(lane, output, packs);
     }
@@ -221,7 +218,7 @@ struct Rescue {
 // own that ends the kernel, so that the common path pays neither registers nor length for it. It
 // finds its place anew: a reference to the kernel's would put that on the stack of every thread.
 template <typename Op, typename Tile, typename A>
-__device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, int width,
+__device__ __noinline__ void finish_untrusted(const typename Op::Args& args, int width,
                                               Moments<A> moments, WarpMoments<A>* parts) {
   const ForwardPlace place = place_of<Tile>(args, width);
   const Rescue<Op, Tile, A> rescue{args, place, width, CtaExchange<A>{parts}};
@@ -238,23 +235,26 @@ __device__ __noinline__ void finish_untrusted(const NormForwardArgs& args, int w
     }
   }
   const bool saves = place.live && place.lane == 0 && place.warp == 0;
-  rescue.write(normalizer_of<typename Op::Norm>(
-      args, moments, scale, reciprocal(static_cast<A>(width)), place.row, saves));
+  Op::write_again(args, rescue,
+                  normalizer_of<typename Op::Norm>(
+                      args, moments, scale, reciprocal(static_cast<A>(width)), place.row, saves));
 }
 
 // Normalises a lane's packs and stores them. Parameters are loaded kAhead packs ahead.
 template <typename Op, typename Tile, typename Lane, typename Parameters, typename Row, int N,
           int kVectors, typename A>
-__device__ __forceinline__ void write_row(const NormForwardArgs& args, std::int64_t row,
-                                          const Lane& lane, Parameters (&parameters)[Tile::kAhead],
-                                          const Pack<Row, N> (&packs)[kVectors],
-                                          const Normalizer<A>& normalizer) {
+__device__ __forceinline__ void write_row(
+    const typename Op::Args& args, std::int64_t row, const Lane& lane,
+    Parameters (&parameters)[Tile::kAhead],
+    const typename Op::Epilogue::template Beside<N, kVectors>& beside,
+    const Pack<Row, N> (&packs)[kVectors], const Normalizer<A>& normalizer) {
   using Norm = typename Op::Norm;
   using Access = typename Op::Access;
   using Y = typename Op::Epilogue::Output;
   using Epilogue = typename Op::Epilogue;
   Y* const output = static_cast<Y*>(args.output.data) + row * lane.width;
   Epilogue epilogue(args, row, lane);
+  tell(epilogue, normalizer);
   const bool together = Access::stores_together(output + lane.first);
   Pack<Y, N> results[Access::kStoresTogether ? kVectors : 1];
 #pragma unroll
@@ -265,7 +265,7 @@ __device__ __forceinline__ void write_row(const NormForwardArgs& args, std::int6
     for (int j = 0; j < N; ++j) {
       values[j] = Norm::normalized(values[j], normalizer);
     }
-    epilogue.template apply<Norm>(parameters[i % Tile::kAhead], i, values);
+    epilogue.template apply<Norm>(parameters[i % Tile::kAhead], beside, i, values);
     Pack<Y, N>& result = results[Access::kStoresTogether ? i : 0];
     result = rounded<Y>(values);
     if (!together) {
@@ -274,7 +274,8 @@ __device__ __forceinline__ void write_row(const NormForwardArgs& args, std::int6
     if (i + Tile::kAhead < kVectors) {
       const int next = i + Tile::kAhead;
       parameters[i % Tile::kAhead] = Epilogue::template load<Norm, Access, N>(
-          args, lane.col(next), lane.template valid<N>(next) > 0);
+          args, Epilogue::first_parameter(args, row) + lane.col(next),
+          lane.template valid<N>(next));
     }
   }
   if constexpr (Access::kStoresTogether) {
@@ -284,12 +285,43 @@ __device__ __forceinline__ void write_row(const NormForwardArgs& args, std::int6
   }
 }
 
+// What a kernel computes, and where a row goes once its normaliser is known: write() has it in
+// registers, write_again() has to read it once more. prepare() may change what was loaded before
+// the source makes a row of it.
+template <typename Norm_, typename Source_, typename Epilogue_, typename Access_>
+struct ForwardOp {
+  using Args = typename Epilogue_::Args;
+  using Norm = Norm_;
+  using Source = Source_;
+  using Epilogue = Epilogue_;
+  using Access = Access_;
+  static constexpr bool kSumIsAll = false;  // what the source stores; then nothing else is
+
+  template <typename Tile, typename Lane, typename Loaded>
+  __device__ __forceinline__ static void prepare(const Args&, const ForwardPlace&, const Lane&,
+                                                 Loaded&) {}
+  template <typename Tile, typename Lane, typename Parameters, typename Beside, typename Packs,
+            typename A>
+  __device__ __forceinline__ static void write(const Args& args, const ForwardPlace& place,
+                                               const Lane& lane, Parameters& parameters,
+                                               const Beside& beside, const Packs& packs,
+                                               const Normalizer<A>& normalizer) {
+    write_row<ForwardOp, Tile>(args, place.row, lane, parameters, beside, packs, normalizer);
+  }
+  template <typename Rescue, typename A>
+  __device__ __forceinline__ static void write_again(const Args&, const Rescue& rescue,
+                                                     const Normalizer<A>& normalizer) {
+    rescue.write(normalizer);
+  }
+};
+
 // grid: enough CTAs for all rows; block: whole rows, or one row if it takes several warps.
 template <typename Op, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
-    forward_kernel(const __grid_constant__ NormForwardArgs args) {
+    forward_kernel(const __grid_constant__ typename Op::Args args) {
   using Norm = typename Op::Norm;
   using Source = typename Op::Source;
+  using Epilogue = typename Op::Epilogue;
   using Access = typename Op::Access;
   using Row = typename Source::Row;
   using A = Accumulator<Row>;
@@ -307,15 +339,21 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   await_kernels_before();
   Pack<Row, N> row[Tile::kVectors];
   typename Source::template Loaded<N, Tile::kVectors> loaded;
+  typename Epilogue::template Beside<N, Tile::kVectors> beside;
   source.template load<Access>(lane, loaded);
+  Epilogue::template load_beside<Access>(args, place.row, lane, beside);
+  Op::template prepare<Tile>(args, place, lane, loaded);
   source.template finish<Access>(lane, loaded, row);
-  using Parameters = typename Op::Epilogue::template Parameters<N>;
-  Parameters parameters[Tile::kAhead];
+  if constexpr (Op::kSumIsAll) {
+    return;
+  }
+  typename Epilogue::template Parameters<N> parameters[Tile::kAhead];
   const auto load_parameters = [&] {
 #pragma unroll
     for (int i = 0; i < Tile::kAhead; ++i) {
-      parameters[i] = Op::Epilogue::template load<Norm, Access, N>(args, lane.col(i),
-                                                                   lane.template valid<N>(i) > 0);
+      parameters[i] = Epilogue::template load<Norm, Access, N>(
+          args, Epilogue::first_parameter(args, place.row) + lane.col(i),
+          lane.template valid<N>(i));
     }
   };
   if constexpr (Tile::kFew) {
@@ -344,7 +382,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   if constexpr (!Tile::kFew) {
     load_parameters();
   }
-  write_row<Op, Tile>(args, place.row, lane, parameters, row, normalizer);
+  Op::template write<Tile>(args, place, lane, parameters, beside, row, normalizer);
 }
 
 }  // namespace fused_op::cuda

@@ -38,7 +38,7 @@ __device__ __forceinline__ void read_row(const typename Op::Source& source, std:
 // grid: a CTA a row; block: Tile::kThreads.
 template <typename Op, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
-    forward_streamed_kernel(const __grid_constant__ NormForwardArgs args) {
+    forward_streamed_kernel(const __grid_constant__ typename Op::Args args) {
   using Norm = typename Op::Norm;
   using Access = typename Op::Access;
   using Epilogue = typename Op::Epilogue;
@@ -70,10 +70,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   for (std::int64_t part = warp; part < parts; part += warps) {
     const auto lane = lane_of_part<Tile, false>(part, width);
     Pack<Row, N> packs[Tile::kVectors];
-    Access::load(lane, source.row(), packs);
+    typename Epilogue::template Beside<N, Tile::kVectors> beside;
+    source.template read<Access>(lane, packs);
+    Epilogue::template load_beside<Access>(args, row, lane, beside);
     typename Epilogue::template Parameters<N> parameters[Tile::kAhead];
-    load_parameters<Op, Tile>(args, lane, parameters);
-    write_row<Op, Tile>(args, row, lane, parameters, packs, normalizer);
+    load_parameters<Op, Tile>(args, row, lane, parameters);
+    write_row<Op, Tile>(args, row, lane, parameters, beside, packs, normalizer);
   }
 }
 

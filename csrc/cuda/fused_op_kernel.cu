@@ -30,6 +30,9 @@ const void* core_forward(const ForwardSpec& spec, const ForwardPlan& plan) {
          kCoreForwardTiles[tile].few != plan.few) {
     ++tile;
   }
+  if (spec.rounds_first) {
+    return core_forward_of<BFloat16, BFloat16, true>(spec.norm, spec.adds, tile);
+  }
   return with_types(spec.row, spec.parameters, [&]<typename X, typename W>() {
     return core_forward_of<X, W>(spec.norm, spec.adds, tile);
   });
@@ -41,6 +44,9 @@ const void* core_backward(const BackwardSpec& spec, const BackwardPlan& plan) {
          kCoreBackwardTiles[tile].vectors != plan.vectors ||
          kCoreBackwardTiles[tile].stages != plan.stages) {
     ++tile;
+  }
+  if (spec.rounds_first) {
+    return core_backward_of<BFloat16, BFloat16, true>(spec.norm, spec.adds, tile);
   }
   return with_types(spec.row, spec.parameters, [&]<typename X, typename W>() {
     return core_backward_of<X, W>(spec.norm, spec.adds, tile);

@@ -6,7 +6,11 @@
 //   row_sum.cuh          sums over the threads of a row
 //   forward_layout.h     what plans and kernels of forward agree on
 //   forward_rows.cuh     forward_kernel
+//   forward_post_add_pre.cuh the same, of a sum that a norm goes into
 //   forward_flat.cuh     forward_flat_kernel: rows no longer than a vector
+//   quantize_pack.cuh    packs of an output to 8 bits, by quantized_plan.h
+//   forward_quantized.cuh forward_kernel with an output in 8 bits
+//   quantize_rows.cuh    quantize_rows_kernel, for outputs that are in memory
 //   long_rows.cuh        the parts of a row that is longer than a CTA's registers
 //   cluster_exchange.cuh how the CTAs of a cluster share sums
 //   forward_cluster.cuh  forward_cluster_kernel: a cluster has a row
@@ -15,6 +19,7 @@
 //   backward_tile.h      how backward lays a row over threads
 //   staged_rows.cuh      how it reads rows ahead
 //   backward_op.cuh      what it computes of one pack
+//   column_sums.cuh      how the parameters' gradients leave its CTAs
 //   backward_rows.cuh    backward_kernel
 //   backward_few.cuh     backward_few_kernel: few rows
 //   backward_long.h      how rows longer than a CTA are cut up
@@ -27,7 +32,8 @@
 //   plan.h               how a call lies over the GPU, as integers: plan.cpp, plan_*.cpp
 //   core_table.h         the kernels that are compiled with the extension: fused_op_kernel.cu
 //   kernels.h            where all others come from: the package, a cache, or compile.cpp
-//   launch.h             launch_forward.cpp, launch_backward.cpp, launch_backward_long.cpp
+//   launch.h             launch_forward.cpp, launch_quantized.cpp, launch_post_add_pre.cpp,
+//                        launch_backward.cpp, launch_backward_long.cpp
 //
 // The formulas are in core/norm_math.h; what a row is made of, and what becomes of it, in
 // core/source.h and core/epilogue.h. All torch-free.
@@ -41,5 +47,8 @@
 #include "cuda/forward_cluster.cuh"
 #include "cuda/forward_flat.cuh"
 #include "cuda/forward_in_turn.cuh"
+#include "cuda/forward_post_add_pre.cuh"
+#include "cuda/forward_quantized.cuh"
 #include "cuda/forward_rows.cuh"
 #include "cuda/forward_streamed.cuh"
+#include "cuda/quantize_rows.cuh"

@@ -6,17 +6,32 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <optional>
 
 #include "core/norm_args.h"
+#include "core/post_add_pre.h"
+#include "core/quantize.h"
+#include "core/variant.h"
 
 namespace fused_op::cuda {
 
-// rows > 0 and cols > 0. Pointers are at least element-aligned.
-cudaError_t norm_forward(const NormForwardArgs& args, cudaStream_t stream);
+// rows > 0 and cols > 0. Pointers are at least element-aligned. With a variant, `args` are the base
+// of its own.
+cudaError_t norm_forward(const NormForwardArgs& args, const Variant* variant, cudaStream_t stream);
+
+// The same, and its output in 8 bits. Where the output is not quantised in registers, it is needed
+// in memory.
+bool quantizes_in_registers(const NormForwardArgs& args);
+cudaError_t norm_quantized(const NormForwardArgs& args, const Quantization& to,
+                           cudaStream_t stream);
+
+// Two norms by one kernel. Nothing, and no launch, where none takes the call.
+std::optional<cudaError_t> post_add_pre_forward(PostAddPreForwardArgs& args, cudaStream_t stream);
 
 // Bytes of scratch that norm_backward needs for these args on the current device; may be 0.
 // args.workspace is not read.
-std::size_t norm_backward_workspace(const NormBackwardArgs& args);
-cudaError_t norm_backward(const NormBackwardArgs& args, cudaStream_t stream);
+std::size_t norm_backward_workspace(const NormBackwardArgs& args, const Variant* variant);
+cudaError_t norm_backward(const NormBackwardArgs& args, const Variant* variant,
+                          cudaStream_t stream);
 
 }  // namespace fused_op::cuda

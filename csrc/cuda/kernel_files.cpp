@@ -154,7 +154,8 @@ std::string kernel_key(const KernelSource& source, int arch, const std::string& 
     key += "compiler " + compiler + '\n';
   }
   return key + "arch " + std::to_string(arch) + "\noptions " + compile_options() + "\ninclude " +
-         source.header + "\nkernel " + source.name + "\n\n";
+         source.header + (source.structs.empty() ? "" : " and " + source.structs) + "\nkernel " +
+         source.name + "\n\n";
 }
 
 std::string package_folder() {

@@ -37,6 +37,12 @@ const DeviceInfo& device_info() {
 
 }  // namespace
 
+namespace {
+
+std::uint64_t key_of(const Variant* variant) { return variant != nullptr ? variant->key() : 0; }
+
+}  // namespace
+
 KeyBits& KeyBits::add(std::uint64_t value, int bits) {
   if (value >> bits != 0) {
     throw std::logic_error("fused_op: a plan does not fit into the key of its kernel");
@@ -51,28 +57,45 @@ KeyBits& KeyBits::add(std::uint64_t value, int bits) {
   return *this;
 }
 KeyBits& KeyBits::add(const ForwardSpec& spec) {
-  return add(bits(spec.norm), 1)
+  return add(bits(spec.norm), 3)
       .add(spec.adds, 1)
       .add(spec.dropout, 1)
       .add(spec.split, 1)
+      .add(spec.rounds_first, 1)
       .add(bits(spec.input), 2)
       .add(spec.adds ? bits(spec.residual) : 0, 2)
       .add(bits(spec.row), 2)
       .add(bits(spec.parameters), 2)
-      .add(bits(spec.output), 2);
+      .add(bits(spec.output), 2)
+      .add(key_of(spec.variant), 20);
+}
+KeyBits& KeyBits::add(const ForwardPlan& plan) {
+  return add(bits(plan.pack), 4)
+      .add(bits(plan.lanes), 6)
+      .add(bits(plan.vectors), 5)
+      .add(bits(plan.ahead), 5)
+      .add(plan.few, 1)
+      .add(plan.core, 1)
+      .add(plan.words, 1)
+      .add(bits(plan.flat_rows), 4)
+      .add(bits(plan.most_threads), 10)
+      .add(bits(plan.ctas_per_sm), 6)
+      .add(bits(plan.width), 32);
 }
 KeyBits& KeyBits::add(const BackwardSpec& spec) {
-  return add(bits(spec.norm), 1)
+  return add(bits(spec.norm), 3)
       .add(spec.adds, 1)
       .add(spec.drops_input, 1)
       .add(spec.drops_output, 1)
       .add(spec.recovers, 1)
       .add(spec.split, 1)
+      .add(spec.rounds_first, 1)
       .add(bits(spec.input), 2)
       .add(spec.adds ? bits(spec.residual) : 0, 2)
       .add(bits(spec.row), 2)
       .add(bits(spec.parameters), 2)
-      .add(bits(spec.grad_output), 2);
+      .add(bits(spec.grad_output), 2)
+      .add(key_of(spec.variant), 20);
 }
 
 cudaError_t launch(const Kernel& kernel, const LaunchShape& shape,
@@ -106,17 +129,32 @@ bool launch_clusters(const Kernel& kernel, const LaunchShape& shape,
   return false;
 }
 
-cudaError_t norm_forward(const NormForwardArgs& args, cudaStream_t stream) {
-  launch_forward(args, device_info(), stream);
+cudaError_t norm_forward(const NormForwardArgs& args, const Variant* variant, cudaStream_t stream) {
+  launch_forward(args, variant, device_info(), stream);
   return cudaGetLastError();
 }
 
-std::size_t norm_backward_workspace(const NormBackwardArgs& args) {
-  return backward_workspace(args, device_info());
+cudaError_t norm_quantized(const NormForwardArgs& args, const Quantization& to,
+                           cudaStream_t stream) {
+  QuantizedForwardArgs all{args, to};
+  launch_quantized(all, device_info(), stream);
+  return cudaGetLastError();
 }
 
-cudaError_t norm_backward(const NormBackwardArgs& args, cudaStream_t stream) {
-  launch_backward(args, device_info(), stream);
+std::optional<cudaError_t> post_add_pre_forward(PostAddPreForwardArgs& args, cudaStream_t stream) {
+  if (!launch_post_add_pre(args, device_info(), stream)) {
+    return std::nullopt;
+  }
+  return cudaGetLastError();
+}
+
+std::size_t norm_backward_workspace(const NormBackwardArgs& args, const Variant* variant) {
+  return backward_workspace(args, variant, device_info());
+}
+
+cudaError_t norm_backward(const NormBackwardArgs& args, const Variant* variant,
+                          cudaStream_t stream) {
+  launch_backward(args, variant, device_info(), stream);
   return cudaGetLastError();
 }
 

@@ -8,8 +8,10 @@
 #include <initializer_list>
 
 #include "core/norm_args.h"
+#include "core/post_add_pre.h"
 #include "cuda/kernels.h"
 #include "cuda/plan.h"
+#include "cuda/quantized_plan.h"
 
 namespace fused_op::cuda {
 
@@ -22,15 +24,19 @@ enum class KernelKind {
   kColumns,
   kClusters,
   kPartials,
+  kQuantizedForward,
+  kQuantizeRows,
+  kPostAddPre,
 };
 
 // Packs fields into the bits of a kernel's key. A value that its bits do not hold throws.
 class KeyBits {
  public:
-  explicit KeyBits(KernelKind kind) { add(static_cast<std::uint64_t>(kind), 3); }
+  explicit KeyBits(KernelKind kind) { add(static_cast<std::uint64_t>(kind), 4); }
 
   KeyBits& add(std::uint64_t value, int bits);
   KeyBits& add(const ForwardSpec& spec);
+  KeyBits& add(const ForwardPlan& plan);
   KeyBits& add(const BackwardSpec& spec);
   KernelKey key() const { return key_; }
 
@@ -77,10 +83,27 @@ bool launch_clusters(const Kernel& kernel, const LaunchShape& shape,
                      std::initializer_list<const void*> arguments, const DeviceInfo& device,
                      cudaStream_t stream);
 
-void launch_forward(const NormForwardArgs& args, const DeviceInfo& device, cudaStream_t stream);
+// Where a kernel's structs are that are not the library's own.
+inline std::string structs_of(const Variant* variant) {
+  return variant != nullptr ? variant->header : "";
+}
 
-std::size_t backward_workspace(const NormBackwardArgs& args, const DeviceInfo& device);
-void launch_backward(const NormBackwardArgs& args, const DeviceInfo& device, cudaStream_t stream);
+// With a variant, `args` are the base of what its kernels take.
+void launch_forward(const NormForwardArgs& args, const Variant* variant, const DeviceInfo& device,
+                    cudaStream_t stream);
+// And the output in 8 bits, of which the output itself is null or, unless
+// quantizes_in_registers(), is not.
+void launch_quantized(const QuantizedForwardArgs& args, const DeviceInfo& device,
+                      cudaStream_t stream);
+
+// False, and nothing is launched, where no kernel takes both norms. Fills in what is null.
+bool launch_post_add_pre(PostAddPreForwardArgs& args, const DeviceInfo& device,
+                         cudaStream_t stream);
+
+std::size_t backward_workspace(const NormBackwardArgs& args, const Variant* variant,
+                               const DeviceInfo& device);
+void launch_backward(const NormBackwardArgs& args, const Variant* variant, const DeviceInfo& device,
+                     cudaStream_t stream);
 
 // Of rows that are too long for a CTA.
 void launch_long_backward(const NormBackwardArgs& args, const BackwardSpec& spec,

@@ -51,6 +51,18 @@ void launch_few(const NormBackwardArgs& args, const BackwardSpec& spec, const Ba
          {&args, &row_ctas}, device, stream);
 }
 
+// How many rows are followed by as much of their tensor as a block of 16 bytes may reach past them.
+std::int64_t rows_before_end(const ConstRows& of, std::int64_t rows) {
+  constexpr std::int64_t kReach = kVectorBytes - 1;
+  const bool split = of.split.inner > 0;
+  const std::int64_t step =
+      (split ? std::min(of.stride, of.split.outer_stride) : of.stride) * size_of(of.dtype);
+  if (of.data == nullptr) {
+    return rows;
+  }
+  return step == 0 || (split && step < kReach) ? 0 : rows - ceil_div(kReach, step);
+}
+
 void launch_rows(const NormBackwardArgs& args, const BackwardSpec& spec, BackwardPlan plan,
                  const DeviceInfo& device, cudaStream_t stream) {
   KernelKey key = key_of(spec, plan);
@@ -61,18 +73,26 @@ void launch_rows(const NormBackwardArgs& args, const BackwardSpec& spec, Backwar
   const Kernel& kernel = require_kernel(key, device, [&] {
     return KernelSource{.header = kBackwardHeader,
                         .name = kernel_name(spec, plan),
-                        .built_in = plan.core ? core_backward(spec, plan) : nullptr};
+                        .built_in = plan.core ? core_backward(spec, plan) : nullptr,
+                        .structs = structs_of(spec.variant)};
   });
   if (!kernel.allow_shared(static_cast<int>(plan.shared_bytes), device)) {
     throw std::runtime_error("fused_op: the GPU refuses the shared memory of a kernel");
   }
   const Kernel* const adder =
       plan.partials_bytes > 0 ? &add_partials_kernel(spec, device) : nullptr;
-  const std::int64_t rows = plan.ctas * plan.side_by_side;
+  // From a row of a team to its next one: of neighbours only where a CTA has no others.
+  const bool shares_entries = spec.variant != nullptr && spec.variant->shares_entries;
+  const std::int64_t rows = plan.ctas / (shares_entries ? groups_of(spec) : 1) * plan.side_by_side;
   const auto bytes = [&](const ConstRows& of) { return rows * of.stride * size_of(of.dtype); };
-  const BackwardSteps steps{rows,
-                            (plan.stages - 1) * rows,
-                            {bytes(args.x), bytes(args.grad_output), bytes(args.grad_sum)}};
+  const bool beside = spec.variant != nullptr && spec.variant->beside.data != nullptr;
+  const ConstRows& third = beside ? spec.variant->beside : args.grad_sum;
+  const BackwardSteps steps{
+      rows,
+      (plan.stages - 1) * rows,
+      {bytes(args.x), bytes(args.grad_output), bytes(third)},
+      std::min({rows_before_end(args.x, args.rows), rows_before_end(args.grad_output, args.rows),
+                rows_before_end(third, args.rows)})};
   const void* const partials = adder != nullptr ? args.workspace : nullptr;
   const cudaError_t status = launch(kernel,
                                     {.grid = dim3(static_cast<unsigned>(plan.ctas)),
@@ -81,7 +101,7 @@ void launch_rows(const NormBackwardArgs& args, const BackwardSpec& spec, Backwar
                                      .shared_bytes = plan.shared_bytes},
                                     {&args, &steps, &partials}, device, stream);
   if (adder != nullptr && status == cudaSuccess) {
-    launch_add_partials(*adder, args, spec, partials, plan.ctas, device, stream);
+    launch_add_partials(*adder, args, spec, partials, plan.ctas / groups_of(spec), device, stream);
   }
 }
 
@@ -112,9 +132,9 @@ void launch_add_partials(const Kernel& kernel, const NormBackwardArgs& args,
                          const BackwardSpec& spec, const void* partials, std::int64_t parts,
                          const DeviceInfo& device, cudaStream_t stream) {
   const PartialsShape shape(spec.row == DType::kFloat64 ? 8 : 4);
-  const int grads = spec.norm == NormKind::kLayerNorm ? 2 : 1;
-  const dim3 grid(static_cast<unsigned>(ceil_div(args.cols, shape.cols)),
-                  static_cast<unsigned>(grads));
+  const int grads = grads_of(spec.norm);
+  const std::int64_t cols = args.cols * groups_of(spec);
+  const dim3 grid(static_cast<unsigned>(ceil_div(cols, shape.cols)), static_cast<unsigned>(grads));
   // With programmatic launch its CTAs start on whichever SMs free up first, and pile up there.
   // Unused shared memory limits each SM to its share.
   const int ctas = static_cast<int>(grid.x * grid.y);
@@ -123,34 +143,40 @@ void launch_add_partials(const Kernel& kernel, const NormBackwardArgs& args,
   const int unused = std::clamp(device.shared_bytes / per_sm - shape.own_bytes - 2048, 0, most);
   const PartialsTargets targets{{args.grad_weight, args.grad_bias}, args.add_grads};
   const int count = static_cast<int>(parts);
-  const std::int64_t stride = partials_stride(args.cols);
+  const std::int64_t stride = partials_stride(cols);
   launch(kernel,
          {.grid = grid,
           .block = dim3(kPartialsLanes, kPartialsRows),
           .shared_bytes = kernel.allow_shared(unused, device) ? unused : 0},
-         {&partials, &count, &grads, &stride, &args.cols, &targets}, device, stream);
+         {&partials, &count, &grads, &stride, &cols, &targets}, device, stream);
 }
 
-std::size_t backward_workspace(const NormBackwardArgs& args, const DeviceInfo& device) {
-  const BackwardSpec spec = spec_of(args);
+std::size_t backward_workspace(const NormBackwardArgs& args, const Variant* variant,
+                               const DeviceInfo& device) {
+  const BackwardSpec spec = spec_of(args, variant);
   if (!fits_cta(args, spec, device)) {
     return static_cast<std::size_t>(plan_backward_long(args, spec, device).workspace_bytes());
   }
-  if (plan_backward_few(args, spec, device).lanes > 0) {
+  if (variant == nullptr && plan_backward_few(args, spec, device).lanes > 0) {
     return 0;
   }
   return static_cast<std::size_t>(plan_backward(args, spec, device).partials_bytes);
 }
 
-void launch_backward(const NormBackwardArgs& args, const DeviceInfo& device, cudaStream_t stream) {
-  const BackwardSpec spec = spec_of(args);
+void launch_backward(const NormBackwardArgs& args, const Variant* variant, const DeviceInfo& device,
+                     cudaStream_t stream) {
+  const BackwardSpec spec = spec_of(args, variant);
   if (!fits_cta(args, spec, device)) {
     launch_long_backward(args, spec, device, stream);
-  } else if (const auto few = plan_backward_few(args, spec, device); few.lanes > 0) {
-    launch_few(args, spec, few, device, stream);
-  } else {
-    launch_rows(args, spec, plan_backward(args, spec, device), device, stream);
+    return;
   }
+  if (variant == nullptr) {
+    if (const auto few = plan_backward_few(args, spec, device); few.lanes > 0) {
+      launch_few(args, spec, few, device, stream);
+      return;
+    }
+  }
+  launch_rows(args, spec, plan_backward(args, spec, device), device, stream);
 }
 
 }  // namespace fused_op::cuda

@@ -1,5 +1,6 @@
 // The launches of the backward of rows that are too long for a CTA.
 #include <algorithm>
+#include <stdexcept>
 
 #include "core/pack.h"
 #include "cuda/backward_long.h"
@@ -82,12 +83,14 @@ void launch_columns(const LongCall& call) {
   const Kernel& row_sums =
       require_kernel(key_of(KernelKind::kRowSums, row_sums_spec(spec), plan, 0), device, [&call] {
         return KernelSource{.header = kColumnsHeader,
-                            .name = row_sums_kernel_name(call.spec, call.plan)};
+                            .name = row_sums_kernel_name(call.spec, call.plan),
+                            .structs = structs_of(call.spec.variant)};
       });
   const Kernel& columns =
       require_kernel(key_of(KernelKind::kColumns, spec, plan, 0), device, [&call] {
         return KernelSource{.header = kColumnsHeader,
-                            .name = columns_kernel_name(call.spec, call.plan)};
+                            .name = columns_kernel_name(call.spec, call.plan),
+                            .structs = structs_of(call.spec.variant)};
       });
   const Kernel* const adder =
       plan.partials_bytes > 0 ? &add_partials_kernel(spec, device) : nullptr;
@@ -111,6 +114,14 @@ void launch_columns(const LongCall& call) {
 
 void launch_long_backward(const NormBackwardArgs& args, const BackwardSpec& spec,
                           const DeviceInfo& device, cudaStream_t stream) {
+  if (spec.variant != nullptr && !spec.variant->shares_entries &&
+      (spec.split || spec.variant->groups > 1)) {
+    throw std::logic_error("fused_op: rows too long for a CTA must be one stride apart");
+  }
+  if (spec.variant != nullptr && spec.variant->shares_entries) {
+    throw KernelError("fused_op: this GPU has no room for a row of " + std::to_string(args.cols) +
+                      " columns with gradients of shared entries");
+  }
   const BackwardLongPlan plan = plan_backward_long(args, spec, device);
   const LongCall call{args, spec, plan, device, stream};
   if (plan.cluster == 0 || !launch_in_clusters(call)) {

@@ -6,20 +6,7 @@ namespace fused_op::cuda {
 namespace {
 
 KernelKey key_of(const ForwardSpec& spec, const ForwardPlan& plan) {
-  return KeyBits(KernelKind::kForward)
-      .add(spec)
-      .add(bits(plan.pack), 4)
-      .add(bits(plan.lanes), 6)
-      .add(bits(plan.vectors), 5)
-      .add(bits(plan.ahead), 5)
-      .add(plan.few, 1)
-      .add(plan.core, 1)
-      .add(plan.words, 1)
-      .add(bits(plan.flat_rows), 4)
-      .add(bits(plan.most_threads), 10)
-      .add(bits(plan.ctas_per_sm), 6)
-      .add(bits(plan.width), 32)
-      .key();
+  return KeyBits(KernelKind::kForward).add(spec).add(plan).key();
 }
 KernelKey key_of(const ForwardSpec& spec, const LongForwardPlan& plan) {
   return KeyBits(KernelKind::kLongForward)
@@ -39,7 +26,9 @@ KernelKey key_of(const ForwardSpec& spec, const LongForwardPlan& plan) {
 bool launch_long(const NormForwardArgs& args, const ForwardSpec& spec, const LongForwardPlan& plan,
                  const DeviceInfo& device, cudaStream_t stream) {
   const Kernel& kernel = require_kernel(key_of(spec, plan), device, [&] {
-    return KernelSource{.header = header_of(plan), .name = kernel_name(spec, plan)};
+    return KernelSource{.header = header_of(plan),
+                        .name = kernel_name(spec, plan),
+                        .structs = structs_of(spec.variant)};
   });
   const int shared_bytes = static_cast<int>(plan.shared_bytes);
   if (!kernel.allow_shared(shared_bytes, device) ||
@@ -65,11 +54,14 @@ bool launch_long(const NormForwardArgs& args, const ForwardSpec& spec, const Lon
 
 }  // namespace
 
-void launch_forward(const NormForwardArgs& args, const DeviceInfo& device, cudaStream_t stream) {
-  const ForwardSpec spec = spec_of(args);
+void launch_forward(const NormForwardArgs& args, const Variant* variant, const DeviceInfo& device,
+                    cudaStream_t stream) {
+  const ForwardSpec spec = spec_of(args, variant);
   const RowPlaces places = places_of(args, spec);
   if (args.cols > most_forward_cols(spec)) {
-    const auto plan = plan_long_forward(spec, args.rows, args.cols, places.aligned, device);
+    const auto plan = variant != nullptr
+                          ? plan_streamed(spec, args.rows, args.cols, places.aligned)
+                          : plan_long_forward(spec, args.rows, args.cols, places.aligned, device);
     if (!launch_long(args, spec, plan, device, stream)) {
       launch_long(args, spec, plan_streamed(spec, args.rows, args.cols, places.aligned), device,
                   stream);
@@ -85,7 +77,8 @@ void launch_forward(const NormForwardArgs& args, const DeviceInfo& device, cudaS
   const Kernel& kernel = require_kernel(key, device, [&] {
     return KernelSource{.header = header_of(plan),
                         .name = kernel_name(spec, plan),
-                        .built_in = plan.core ? core_forward(spec, plan) : nullptr};
+                        .built_in = plan.core ? core_forward(spec, plan) : nullptr,
+                        .structs = structs_of(variant)};
   });
   launch(kernel,
          {.grid = dim3(static_cast<unsigned>(plan.ctas)),

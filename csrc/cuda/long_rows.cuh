@@ -142,13 +142,14 @@ __device__ __forceinline__ Moments<A> merge_slots(const WarpMoments<A>* slots, s
 
 // The parameters of a lane's first packs.
 template <typename Op, typename Tile, typename Lane, typename Parameters, int kCount>
-__device__ __forceinline__ void load_parameters(const NormForwardArgs& args, const Lane& lane,
+__device__ __forceinline__ void load_parameters(const typename Op::Args& args, std::int64_t row,
+                                                const Lane& lane,
                                                 Parameters (&parameters)[kCount]) {
   constexpr int N = Tile::kPack;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     parameters[i] = Op::Epilogue::template load<typename Op::Norm, typename Op::Access, N>(
-        args, lane.col(i), lane.template valid<N>(i) > 0);
+        args, Op::Epilogue::first_parameter(args, row) + lane.col(i), lane.template valid<N>(i));
   }
 }
 
@@ -170,7 +171,7 @@ struct LongRescue {
   using OnePack = LongLane<0, false>;
   static constexpr int N = Tile::kPack;
 
-  const NormForwardArgs& args;
+  const typename Op::Args& args;
   std::int64_t row;
   const PartsOfWarp<Exchange>& parts;
 
@@ -180,7 +181,7 @@ struct LongRescue {
   }
   __device__ void read(const OnePack& lane, Pack<Row, N> (&pack)[1]) const {
     const typename Op::Source source(args, row);
-    Words::load(lane, source.row(), pack);
+    source.template read<Words>(lane, pack);
   }
   // With the mean refined, of elements times `scale`.
   __device__ WarpMoments<A> moments_of_pack(std::int64_t part, int i, A scale) const {
@@ -226,9 +227,12 @@ struct LongRescue {
           values[j] = Norm::normalized(values[j], normalizer);
         }
         Epilogue epilogue(args, row, lane);
-        const auto parameters =
-            Epilogue::template load<Norm, Words, N>(args, lane.first, lane.first < lane.width);
-        epilogue.template apply<Norm>(parameters, 0, values);
+        tell(epilogue, normalizer);
+        const auto parameters = Epilogue::template load<Norm, typename Op::Access, N>(
+            args, Epilogue::first_parameter(args, row) + lane.first, lane.width - lane.first);
+        typename Epilogue::template Beside<N, 1> beside;
+        Epilogue::template load_beside<Words>(args, row, lane, beside);
+        epilogue.template apply<Norm>(parameters, beside, 0, values);
         const Pack<Y, N> packs[1] = {rounded<Y>(values)};
         Words::store(lane, output, packs);
       }
@@ -239,7 +243,7 @@ struct LongRescue {
 // The rest of a row whose moments are not trusted(); all threads of the row call it. A function of
 // its own, so that the common path pays neither registers nor length for it.
 template <typename Op, typename Tile, typename A, typename Exchange>
-__device__ __noinline__ void finish_untrusted_long(const NormForwardArgs& args, std::int64_t row,
+__device__ __noinline__ void finish_untrusted_long(const typename Op::Args& args, std::int64_t row,
                                                    std::int64_t begin, std::int64_t end, int step,
                                                    bool saves, Exchange exchange) {
   const PartsOfWarp<Exchange> parts{begin, end, step, exchange};

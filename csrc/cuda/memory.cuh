@@ -77,6 +77,14 @@ __device__ __forceinline__ void copy_bytes_async(std::uint32_t to, std::uintptr_
   *static_cast<Bytes*>(__cvta_shared_to_generic(to)) = *reinterpret_cast<const Bytes*>(from);
 #endif
 }
+// `bytes` of them at once, an even number below 16.
+__device__ __forceinline__ void copy_some(std::uint32_t to, std::uintptr_t from, int bytes) {
+  auto* const target = static_cast<std::uint16_t*>(__cvta_shared_to_generic(to));
+#pragma unroll 1
+  for (int k = 0; k < bytes / 2; ++k) {
+    target[k] = reinterpret_cast<const std::uint16_t*>(from)[k];
+  }
+}
 // Copies since the last call are a group; of the groups of this thread, all but the last kLeft have
 // arrived after await_copies.
 __device__ __forceinline__ void end_copy_group() {
@@ -187,17 +195,14 @@ __device__ __forceinline__ void load_line_if(bool wanted, const void* address,
       : "memory");
 }
 
-// The 2 bytes at `address` into the lower half of a word, where `wanted`.
+// The 2 bytes at `address` as a word, where `wanted`.
 __device__ __forceinline__ void load_half_if(bool wanted, const void* address,
                                              std::uint32_t* word) {
   asm volatile(
       "{\n"
       "  .reg .pred wanted;\n"
-      "  .reg .b16 half;\n"
-      "  cvt.u16.u32 half, %0;\n"
       "  setp.ne.b32 wanted, %2, 0;\n"
-      "  @wanted ld.global.b16 half, [%1];\n"
-      "  cvt.u32.u16 %0, half;\n"
+      "  @wanted ld.global.u16 %0, [%1];\n"
       "}"
       : "+r"(*word)
       : "l"(address), "r"(static_cast<int>(wanted))

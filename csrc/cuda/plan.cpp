@@ -25,6 +25,12 @@ Deal deal_of(const ForwardSpec& spec) {
     widest = std::max(widest, size_of(spec.residual));
     narrowest = std::min(narrowest, size_of(spec.residual));
   }
+  if (spec.variant != nullptr) {
+    for (const ConstRows* rows : read_beside(*spec.variant)) {
+      widest = std::max(widest, size_of(rows->dtype));
+      narrowest = std::min(narrowest, size_of(rows->dtype));
+    }
+  }
   return {kVectorBytes / narrowest, kVectorBytes / widest};
 }
 
@@ -116,8 +122,19 @@ Limits limits_of(const ForwardSpec& spec, bool odd) {
                                      : Limits{3, 8, 6, 4, kSmThreads, kSmThreadsWide};
 }
 
+// Threads that have registers for all that a lane loads at once, of several rows beside its own.
+// (With 1024 threads of an SM, LayerNorm of 16 bits spills 36 bytes at 6144 columns, sm_90.)
+int threads_with_entries(const ForwardSpec& spec, int elements) {
+  int bytes = size_of(spec.input) + (spec.adds ? size_of(spec.residual) : 0);
+  for (const ConstRows* rows : read_beside(*spec.variant)) {
+    bytes += size_of(rows->dtype);
+  }
+  constexpr int kRegisters = 65536, kOthers = 64;  // of an SM; of a thread for all else
+  return kRegisters / (kOthers + elements * bytes / 4);
+}
+
 int threads_of_sm(const ForwardSpec& spec, bool odd, bool aligned, const Grid& grid, bool full) {
-  const bool more = spec.adds || spec.dropout || (!odd && !aligned) ||
+  const bool more = spec.adds || spec.dropout || spec.variant != nullptr || (!odd && !aligned) ||
                     size_of(spec.parameters) > size_of(spec.row);
   if (odd) {
     return (more || spec.row == DType::kFloat64 ? kSmThreadsMoreWords
@@ -175,9 +192,19 @@ bool is_short(const ForwardSpec& spec, std::int64_t cols) {
   return spec.row != DType::kFloat64 && cols * size_of(spec.row) <= kVectorBytes;
 }
 
+// Whether a row lies as in the core table, whose kernel it need not be.
+bool fills_core_tile(const ForwardSpec& spec, std::int64_t cols) {
+  const bool one_type = spec.input == spec.row && spec.output == spec.row &&
+                        (!spec.adds || spec.residual == spec.row) &&
+                        is_tuned_pair(spec.row, spec.parameters) && spec.row != DType::kFloat64;
+  return one_type && !spec.dropout && !spec.split && spec.variant == nullptr &&
+         cols <= kMostCoreCols && cols * size_of(spec.row) % kVectorBytes == 0 &&
+         core_tile(vectors_of(spec, cols), false) >= 0;
+}
+
 // How the lanes of a row take its units, whatever its address.
 Grid grid_of(const ForwardSpec& spec, std::int64_t cols) {
-  if (is_core(spec, cols)) {
+  if (fills_core_tile(spec, cols)) {
     const std::int64_t vectors = vectors_of(spec, cols);
     const CoreForwardTile& tile = kCoreForwardTiles[core_tile(vectors, false)];
     return {tile.lanes, tile.vectors,
@@ -193,25 +220,23 @@ Grid grid_of(const ForwardSpec& spec, std::int64_t cols) {
 
 }  // namespace
 
-ForwardSpec spec_of(const NormForwardArgs& args) {
+ForwardSpec spec_of(const NormForwardArgs& args, const Variant* variant) {
   return {.norm = args.kind,
           .adds = args.sum != nullptr,
           .dropout = args.dropout.active,
-          .split = args.input.split.inner != 0,
+          .split = variant != nullptr ? variant->split : args.input.split.inner != 0,
+          .rounds_first = rounds_first(args.rounding, args.input.dtype),
           .input = args.input.dtype,
           .residual = args.residual.dtype,
-          .row = args.dtype,
+          .row = variant != nullptr ? variant->row : args.dtype,
           .parameters = args.param_dtype,
-          .output = args.output.dtype};
+          .output = args.output.dtype,
+          .variant = variant};
 }
 
 bool is_core(const ForwardSpec& spec, std::int64_t cols) {
-  const bool one_type = spec.input == spec.row && spec.output == spec.row &&
-                        (!spec.adds || spec.residual == spec.row) &&
-                        is_tuned_pair(spec.row, spec.parameters) && spec.row != DType::kFloat64;
-  return one_type && !spec.dropout && !spec.split && cols <= kMostCoreCols &&
-         cols * size_of(spec.row) % kVectorBytes == 0 &&
-         core_tile(vectors_of(spec, cols), false) >= 0;
+  return fills_core_tile(spec, cols) &&
+         core_has(spec.norm, spec.rounds_first, spec.row, spec.parameters);
 }
 
 std::int64_t most_forward_cols(const ForwardSpec& spec) {
@@ -246,12 +271,16 @@ ForwardPlan plan_forward(const ForwardSpec& spec, std::int64_t rows, std::int64_
   if (plan.width != 0) {
     const std::int64_t units = ceil_div(cols, odd ? word_pack(spec) : deal.unit);
     const bool full = units == std::int64_t{grid.lanes} * grid.units * grid.warps;
-    const int sm_threads = threads_of_sm(spec, odd, aligned, grid, full);
+    int sm_threads = threads_of_sm(spec, odd, aligned, grid, full);
+    if (spec.variant != nullptr && (spec.adds || read_beside(*spec.variant).size() > 1)) {
+      const int elements = grid.units * (odd ? word_pack(spec) : deal.unit);
+      sm_threads = std::min(sm_threads, threads_with_entries(spec, elements));
+    }
     plan.most_threads = plan.threads;
     plan.ctas_per_sm = few ? 1 : std::max(sm_threads / plan.threads, 1);
   }
   if (places.one_span && is_short(spec, cols) && !spec.adds && !spec.dropout && !spec.split &&
-      size_of(spec.output) == size_of(spec.row)) {
+      spec.variant == nullptr && size_of(spec.output) == size_of(spec.row)) {
     plan.flat_rows = cols <= (size_of(spec.row) == 2 ? 4 : 1) ? 8 : 4;
     plan.threads = kFlatThreads;
     plan.words = false;
@@ -264,25 +293,75 @@ ForwardPlan plan_forward(const ForwardSpec& spec, std::int64_t rows, std::int64_
 
 RowPlaces places_of(const NormForwardArgs& args, const ForwardSpec& spec) {
   const int pack = deal_of(spec).pack;
-  const bool aligned = packs_aligned(args.input, pack) &&
-                       (!spec.adds || packs_aligned(args.residual, pack)) &&
-                       packs_aligned(dense(args.output.data, spec.output, args.cols), pack) &&
-                       packs_aligned(dense(args.sum, spec.row, args.cols), pack);
+  bool aligned = packs_aligned(args.input, pack) &&
+                 (!spec.adds || packs_aligned(args.residual, pack)) &&
+                 packs_aligned(dense(args.output.data, spec.output, args.cols), pack) &&
+                 packs_aligned(dense(args.sum, spec.row, args.cols), pack);
+  if (spec.variant != nullptr) {
+    for (const ConstRows* rows : read_beside(*spec.variant)) {
+      aligned = aligned && packs_aligned(*rows, pack);
+    }
+  }
   const auto address = reinterpret_cast<std::uintptr_t>(args.input.data);
   return {aligned, args.input.stride == args.cols && address % kVectorBytes == 0};
 }
 
-std::string op_name(const ForwardSpec& spec, bool words) {
+namespace {
+
+Variant::Types types_of(const ForwardSpec& spec) {
+  if (spec.variant != nullptr) {
+    return spec.variant->types();
+  }
   const std::string source =
       spec.adds
           ? "fused_op::AddResidual" +
                 joined({type(spec.input), type(spec.residual), type(spec.row), flag(spec.dropout)})
           : "fused_op::Plain" + joined({type(spec.input), flag(spec.split)});
-  const std::string epilogue =
-      "fused_op::Affine" +
-      joined({type(spec.parameters), type(spec.output), flag(spec.dropout && !spec.adds)});
+  return {source, epilogue_name(
+                      {type(spec.parameters), type(spec.output), flag(spec.dropout && !spec.adds)},
+                      spec.rounds_first, spec.input)};
+}
+
+}  // namespace
+
+std::string op_name(const ForwardSpec& spec, bool words) {
+  const Variant::Types types = types_of(spec);
   const std::string access = words ? "fused_op::cuda::Words" : "fused_op::cuda::Vectors";
-  return "fused_op::cuda::ForwardOp" + joined({norm_name(spec.norm), source, epilogue, access});
+  return "fused_op::cuda::ForwardOp" +
+         joined({norm_name(spec.norm), types.source, types.epilogue, access});
+}
+
+std::string tile_name(const ForwardPlan& plan) {
+  return "fused_op::cuda::ForwardTile" +
+         joined({number(plan.pack), number(plan.lanes), number(plan.vectors), number(plan.ahead),
+                 flag(plan.few), number(plan.most_threads), number(plan.ctas_per_sm),
+                 number(plan.width), flag(plan.core)});
+}
+
+// Rows of one type are dealt to lanes as those of each norm alone, so that its sums have their
+// bits.
+bool meet_in_registers(const PostAddPreForwardArgs& args) {
+  const DType dtype = args.post.input.dtype;
+  return args.residual.dtype == dtype && args.dtype == dtype &&
+         args.cols <= most_forward_cols(spec_of(args));
+}
+
+ForwardPlan plan_post_add_pre(const PostAddPreForwardArgs& args, const ForwardSpec& pre,
+                              const DeviceInfo& device) {
+  RowPlaces places = places_of(args, pre);
+  places.one_span = false;
+  ForwardPlan plan = plan_forward(pre, args.rows, args.cols, places, device);
+  constexpr int kSmThreads = 640;  // both rows are in registers: of 80 some spill
+  plan.ctas_per_sm = std::min(plan.ctas_per_sm, std::max(kSmThreads / plan.most_threads, 1));
+  return plan;
+}
+
+std::string post_add_pre_kernel_name(const ForwardSpec& post, const ForwardSpec& pre,
+                                     const ForwardPlan& plan, bool only_sum) {
+  const std::string op = only_sum ? "PostAddOp" : "PostAddPreOp";
+  const std::string both = joined({op_name(post, plan.words), op_name(pre, plan.words)});
+  return "fused_op::cuda::forward_kernel" +
+         joined({"fused_op::cuda::" + op + both, tile_name(plan)});
 }
 
 std::string kernel_name(const ForwardSpec& spec, const ForwardPlan& plan) {
@@ -292,11 +371,7 @@ std::string kernel_name(const ForwardSpec& spec, const ForwardPlan& plan) {
         joined({number(plan.pack), number(plan.flat_rows), number(plan.width)});
     return "fused_op::cuda::forward_flat_kernel<" + op + ", fused_op::cuda::FlatTile" + tile + ">";
   }
-  const std::string tile = "fused_op::cuda::ForwardTile" +
-                           joined({number(plan.pack), number(plan.lanes), number(plan.vectors),
-                                   number(plan.ahead), flag(plan.few), number(plan.most_threads),
-                                   number(plan.ctas_per_sm), number(plan.width), flag(plan.core)});
-  return "fused_op::cuda::forward_kernel<" + op + ", " + tile + ">";
+  return "fused_op::cuda::forward_kernel" + joined({op, tile_name(plan)});
 }
 
 }  // namespace fused_op::cuda

@@ -10,6 +10,9 @@
 #include <string>
 
 #include "core/norm_args.h"
+#include "core/post_add_pre.h"
+#include "core/quantize.h"
+#include "core/variant.h"
 #include "cuda/device_info.h"
 
 namespace fused_op::cuda {
@@ -22,6 +25,9 @@ constexpr const char* kFlatHeader = "cuda/forward_flat.cuh";
 constexpr const char* kForwardClusterHeader = "cuda/forward_cluster.cuh";
 constexpr const char* kForwardInTurnHeader = "cuda/forward_in_turn.cuh";
 constexpr const char* kForwardStreamedHeader = "cuda/forward_streamed.cuh";
+constexpr const char* kQuantizedHeader = "cuda/forward_quantized.cuh";
+constexpr const char* kPostAddPreHeader = "cuda/forward_post_add_pre.cuh";
+constexpr const char* kQuantizeRowsHeader = "cuda/quantize_rows.cuh";
 constexpr const char* kBackwardHeader = "cuda/backward_rows.cuh";
 constexpr const char* kFewHeader = "cuda/backward_few.cuh";
 constexpr const char* kColumnsHeader = "cuda/backward_columns.cuh";
@@ -31,16 +37,18 @@ constexpr const char* kPartialsHeader = "cuda/add_partials.cuh";
 // What a forward call computes, as types.
 struct ForwardSpec {
   NormKind norm;
-  bool adds;     // a residual, to the row
-  bool dropout;  // of the input if `adds`, else of the output
-  bool split;    // rows at two strides
+  bool adds;          // a residual, to the row
+  bool dropout;       // of the input if `adds`, else of the output
+  bool split;         // rows at two strides
+  bool rounds_first;  // x̂, to the type of the input
   DType input;
   DType residual;
   DType row;  // of what is normalised: the input, or the sum
   DType parameters;
   DType output;
+  const Variant* variant = nullptr;  // null: none; it has the rest of the types
 };
-ForwardSpec spec_of(const NormForwardArgs& args);
+ForwardSpec spec_of(const NormForwardArgs& args, const Variant* variant = nullptr);
 
 // How the elements of a row are dealt out: in units, which a lane takes as one pack or two.
 struct Deal {
@@ -92,6 +100,21 @@ inline const char* header_of(const ForwardPlan& plan) {
 // Names in C++: of the first argument of a forward kernel's template, and of the kernel.
 std::string op_name(const ForwardSpec& spec, bool words);
 std::string kernel_name(const ForwardSpec& spec, const ForwardPlan& plan);
+std::string tile_name(const ForwardPlan& plan);  // of forward_kernel's second argument
+// Of kernels that quantise: the one that has the rows in registers, and the one that reads them.
+std::string quantized_kernel_name(const ForwardSpec& spec, const ForwardPlan& plan,
+                                  const QuantizeRule& rule);
+std::string quantize_rows_kernel_name(DType output, const QuantizeRule& rule);
+// Which of the two a call takes.
+bool quantizes_in_registers(const NormForwardArgs& args);
+
+// Of two norms with an addition between them: whether one kernel takes them, and how. `pre` is the
+// spec of the second.
+bool meet_in_registers(const PostAddPreForwardArgs& args);
+ForwardPlan plan_post_add_pre(const PostAddPreForwardArgs& args, const ForwardSpec& pre,
+                              const DeviceInfo& device);
+std::string post_add_pre_kernel_name(const ForwardSpec& post, const ForwardSpec& pre,
+                                     const ForwardPlan& plan, bool only_sum);
 
 // How longer rows are taken: a cluster has one in its registers, or some in turn, or a CTA reads
 // one twice.
@@ -135,16 +158,22 @@ struct BackwardSpec {
   bool drops_output;  // dropout of the output
   bool recovers;      // x̂ from the output
   bool split;         // rows at two strides
+  bool rounds_first;  // x̂, to the type of the input; dx is the same
   DType input;        // of grad_input
   DType residual;     // of grad_residual
   DType row;          // of x, unless it is recovered
   DType parameters;
   DType grad_output;
+  const Variant* variant = nullptr;  // as in forward
 };
-BackwardSpec spec_of(const NormBackwardArgs& args);
+BackwardSpec spec_of(const NormBackwardArgs& args, const Variant* variant = nullptr);
 inline bool is_double(const BackwardSpec& spec) { return spec.row == DType::kFloat64; }
 inline DType read_as_x(const BackwardSpec& spec) {
-  return spec.recovers ? spec.grad_output : spec.row;
+  return spec.recovers ? spec.grad_output : spec.variant != nullptr ? spec.input : spec.row;
+}
+// Rows of this many groups have parameters of their own.
+inline int groups_of(const BackwardSpec& spec) {
+  return spec.variant != nullptr ? spec.variant->groups : 1;
 }
 
 // How rows move: Vectors, Words and WholeWords of access.cuh.

@@ -14,17 +14,27 @@ constexpr int kMostThreads = 512;  // of a CTA: 128 registers a thread
 constexpr int kMostWarps = kMostThreads / kWarpSize;
 constexpr std::int64_t kMostCoreBytes = 8192;  // of a row of the core table
 
-// The dtypes of what a row is read from: x, dy, and what arrives through the sum.
+// The dtypes of what a row is read from: x, dy, and what arrives through the sum, or what a variant
+// reads beside them.
 struct Streams {
   DType dtypes[3];
   int count;
 };
 Streams streams_of(const BackwardSpec& spec) {
-  return {{read_as_x(spec), spec.grad_output, spec.row}, spec.adds ? 3 : 2};
+  const bool beside = spec.variant != nullptr && spec.variant->beside.data != nullptr;
+  return {{read_as_x(spec), spec.grad_output, beside ? spec.variant->beside.dtype : spec.row},
+          spec.adds || beside ? 3 : 2};
+}
+// Of a column, that backward holds.
+int parameters_of(const BackwardSpec& spec) {
+  return spec.recovers ? 2 : spec.variant != nullptr ? spec.variant->parameters_of_column : 1;
 }
 int widest(const BackwardSpec& spec) {
   const Streams streams = streams_of(spec);
   int size = std::max(size_of(spec.input), spec.adds ? size_of(spec.residual) : 0);
+  if (spec.variant != nullptr) {
+    size = std::max(size, size_of(spec.variant->beside.dtype));
+  }
   for (int s = 0; s < streams.count; ++s) {
     size = std::max(size, size_of(streams.dtypes[s]));
   }
@@ -109,12 +119,14 @@ Grid best_grid(const BackwardSpec& spec, std::int64_t units, bool odd) {
                 static_cast<int>(ceil_div(units, std::int64_t{kWarpSize} * per_lane)), threads};
   };
   const std::int64_t two = merit(units, 2);
-  const std::int64_t wide = drops ? 0 : merit(units, 2, kWideThreads);
+  // A variant with a sum would spill 20 bytes at 3072 columns (16 bits, sm_90).
+  const bool fits_wide = !drops && !(spec.adds && spec.variant != nullptr);
+  const std::int64_t wide = fits_wide ? merit(units, 2, kWideThreads) : 0;
   const std::int64_t three = merit(units, 3);
   const std::int64_t four = merit(units, 4);
   // Of equal merit, three are better than two, which leave lanes idle then: 0.90 0.92 of add at
   // 174762x768 (H200, bf16). Not so with the gradient of a sum, nor for RMSNorm by words.
-  const bool two_at_tie = odd ? spec.norm == NormKind::kRmsNorm : spec.adds;
+  const bool two_at_tie = odd ? spec.norm != NormKind::kLayerNorm : spec.adds;
   if (two >= wide && two >= four && (two_at_tie ? two >= three : two > three)) {
     return grid(2);
   }
@@ -124,12 +136,13 @@ Grid best_grid(const BackwardSpec& spec, std::int64_t units, bool odd) {
   return grid(three >= four ? 3 : 4);
 }
 
-// The core table's tile that a row fills, with three rows in flight; -1: there is none.
+// The core table's tile that a row lies as, with three rows in flight; -1: there is none.
 int core_tile(const BackwardSpec& spec, std::int64_t cols) {
   const bool one_type = spec.input == spec.row && spec.grad_output == spec.row &&
                         (!spec.adds || spec.residual == spec.row) &&
                         is_tuned_pair(spec.row, spec.parameters) && !is_double(spec);
-  const bool options = spec.drops_input || spec.drops_output || spec.recovers || spec.split;
+  const bool options = spec.drops_input || spec.drops_output || spec.recovers || spec.split ||
+                       spec.variant != nullptr;
   const std::int64_t bytes = cols * size_of(spec.row);
   if (!one_type || options || bytes % kVectorBytes != 0 || bytes > kMostCoreBytes) {
     return -1;
@@ -166,8 +179,7 @@ std::int64_t group_bytes(const BackwardSpec& spec, const BackwardPlan& plan) {
     stage += staged_bytes(plan.move != Move::kVectors, plan.pack, plan.lanes, plan.vectors,
                           size_of(streams.dtypes[s]));
   }
-  const int parameters =
-      std::max(plan.pack * size_of(spec.parameters), 4) * (spec.recovers ? 2 : 1);
+  const int parameters = std::max(plan.pack * size_of(spec.parameters), 4) * parameters_of(spec);
   return std::int64_t{plan.stages} * stage +
          (plan.parameters_stay ? 0 : parameter_bytes(plan.lanes, plan.vectors, parameters));
 }
@@ -179,10 +191,10 @@ bool keeps_values(const BackwardSpec& spec, std::int64_t cols, const BackwardPla
     return true;
   }
   const bool plain = plan.pack == 8 && plan.move == Move::kVectors && !spec.recovers &&
-                     !spec.drops_input && !spec.drops_output;
+                     !spec.drops_input && !spec.drops_output && spec.variant == nullptr;
   const bool full = cols == std::int64_t{plan.row_threads} * own;  // and no bounds are checked
   return plain && own <= 24 && plan.row_threads <= kWarpSize &&
-         (spec.norm == NormKind::kRmsNorm || (full && !spec.adds));
+         (spec.norm != NormKind::kLayerNorm || (full && !spec.adds));
 }
 
 // The tile of a row that moves so.
@@ -191,7 +203,8 @@ BackwardPlan tile_of(const BackwardSpec& spec, std::int64_t cols, Move move) {
   const Grid grid = grid_of(spec, cols);
   const int core = core_tile(spec, cols);
   BackwardPlan plan{};
-  if (core >= 0 && move == Move::kVectors) {
+  const bool is_there = core_has(spec.norm, spec.rounds_first, spec.row, spec.parameters);
+  if (core >= 0 && move == Move::kVectors && is_there) {
     plan = core_backward_plan(core, size_of(spec.row), spec.adds);
     plan.move = move;
     plan.row_threads = grid.lanes * grid.warps;
@@ -207,12 +220,13 @@ BackwardPlan tile_of(const BackwardSpec& spec, std::int64_t cols, Move move) {
   const bool drops = spec.drops_input || spec.drops_output;
   const bool light = grid.units == 1 && plan.row_threads <= 256 && !is_double(spec);
   const bool tight = drops && (spec.adds || plan.pack < 8 || plan.move != Move::kVectors);
-  const bool three = plan.move == Move::kVectors && !spec.adds && !spec.recovers && !tight;
+  const bool three = plan.move == Move::kVectors && !spec.adds && !spec.recovers && !tight &&
+                     spec.variant == nullptr;
   const bool wide = grid.threads == kWideThreads;
   plan.most_threads = light ? 256 : grid.threads;
   plan.ctas_per_sm = !light ? 1 : three ? 3 : 2;
   plan.keep = !tight && !wide && keeps_values(spec, cols, plan, own);
-  const int parameter_size = own * size_of(spec.parameters) * (spec.recovers ? 2 : 1);
+  const int parameter_size = own * size_of(spec.parameters) * parameters_of(spec);
   plan.parameters_stay = parameter_size <= 32 && !(drops && own > 8);
   return plan;
 }
@@ -256,16 +270,36 @@ bool has_room(const BackwardSpec& spec, std::int64_t cols, const DeviceInfo& dev
 // Few rows for each team of threads: what comes before the first one and after the last one counts.
 constexpr std::int64_t kFewSteps = 16;
 
+// CTAs for each of the groups: those that leave the fewest steps to the SM with the most, a few of
+// which each CTA takes to fill its stages. 81 groups of many rows have 13 CTAs each on 132 SMs, in
+// eight waves, where one each would leave 51 SMs idle.
+std::int64_t ctas_of_group(std::int64_t groups, std::int64_t steps, std::int64_t slots) {
+  constexpr std::int64_t kFirstSteps = 2, kMostWaves = 8;
+  std::int64_t best = 1, fewest = 0;
+  for (std::int64_t waves = 1; waves <= kMostWaves; ++waves) {
+    const std::int64_t ctas = std::clamp<std::int64_t>(waves * slots / groups, 1, steps);
+    const std::int64_t all = ceil_div(groups * ctas, slots) * (ceil_div(steps, ctas) + kFirstSteps);
+    if (waves == 1 || all < fewest) {
+      best = ctas;
+      fewest = all;
+    }
+  }
+  return best;
+}
+
 // How many rows a CTA has side by side, and how many CTAs there are.
+// The rows of a CTA are all of one group, if there are some.
 void lay_rows(BackwardPlan& plan, const BackwardSpec& spec, std::int64_t rows, std::int64_t cols,
               const DeviceInfo& device) {
+  const int groups = groups_of(spec);
+  const std::int64_t multiprocessors = std::max(device.multiprocessors / groups, 1);
+  rows /= groups;
   std::int64_t most = threads_with_room(plan, spec, device);
   const int unit = std::max(plan.row_threads, kWarpSize);
   // One CTA where it holds all rows, and needs no partial sums then. Else a CTA for every SM comes
   // first, and then as many rows side by side as it holds.
   const std::int64_t most_rows = most / plan.row_threads;
-  const std::int64_t rows_of_cta =
-      rows <= most_rows ? rows : ceil_div(rows, device.multiprocessors);
+  const std::int64_t rows_of_cta = rows <= most_rows ? rows : ceil_div(rows, multiprocessors);
   // One row in eight less where there are many and no lane is idle: share of add with all and so,
   // 0.945 0.957 at 131072x1024, 0.917 0.923 at 262144x256 (H200, bf16).
   const std::int64_t own = std::int64_t{plan.vectors} * plan.pack;
@@ -277,36 +311,56 @@ void lay_rows(BackwardPlan& plan, const BackwardSpec& spec, std::int64_t rows, s
   const std::int64_t units =
       std::clamp<std::int64_t>(ceil_div(rows_of_cta * plan.row_threads, unit), 1, most / unit);
   plan.side_by_side = static_cast<int>(units * unit / plan.row_threads);
-  plan.ctas = std::min<std::int64_t>(std::int64_t{device.multiprocessors} * plan.ctas_per_sm,
-                                     ceil_div(rows, plan.side_by_side));
+  const std::int64_t steps = ceil_div(rows, plan.side_by_side);
+  if (spec.variant != nullptr && spec.variant->shares_entries) {
+    const std::int64_t slots = std::int64_t{device.multiprocessors} * plan.ctas_per_sm;
+    plan.ctas = groups * ctas_of_group(groups, steps, slots);
+    return;
+  }
+  plan.ctas = groups * std::min<std::int64_t>(multiprocessors * plan.ctas_per_sm, steps);
 }
 
 }  // namespace
 
-BackwardSpec spec_of(const NormBackwardArgs& args) {
-  const DType row = args.x_is_output ? args.grad_input.dtype : args.dtype;
+BackwardSpec spec_of(const NormBackwardArgs& args, const Variant* variant) {
+  const DType row = variant != nullptr ? variant->row
+                    : args.x_is_output ? args.grad_input.dtype
+                                       : args.dtype;
   const bool one_type = args.grad_input.dtype == row && args.grad_residual.dtype == row;
   const bool drops_input = args.dropout.active && args.drops_input;
   // One gradient of the row's own type, and nothing to add to it: as without a residual. (Without
   // one, a hook on saved tensors may have changed the type of x.)
   const bool plain = args.grad_sum.data == nullptr && one_type && !drops_input;
   return {.norm = args.kind,
-          .adds = !plain,
+          .adds = !plain && (variant == nullptr || variant->shares_entries),
           .drops_input = drops_input,
           .drops_output = args.dropout.active && !args.drops_input,
           .recovers = args.x_is_output,
-          .split = args.x.split.inner != 0 || args.grad_output.split.inner != 0,
+          .split = variant != nullptr
+                       ? variant->split
+                       : args.x.split.inner != 0 || args.grad_output.split.inner != 0,
+          .rounds_first =
+              args.grad_weight != nullptr && rounds_first(args.rounding, args.grad_input.dtype),
           .input = args.grad_input.dtype,
           .residual = args.has_residual ? args.grad_residual.dtype : args.grad_input.dtype,
           .row = row,
           .parameters = args.param_dtype,
-          .grad_output = args.grad_output.dtype};
+          .grad_output = args.grad_output.dtype,
+          .variant = variant};
 }
 
 Move most_aligned(const NormBackwardArgs& args, const BackwardSpec& spec) {
-  const ConstRows rows[] = {args.x, args.grad_output, args.grad_sum,
+  const Rows none;
+  const Rows& beside = spec.variant != nullptr ? spec.variant->grad_beside : none;
+  const ConstRows grad_beside = dense(beside.data, beside.dtype, args.cols);
+  const ConstRows rows[] = {args.x,
+                            args.grad_output,
+                            args.grad_sum,
                             dense(args.grad_input.data, args.grad_input.dtype, args.cols),
-                            dense(args.grad_residual.data, args.grad_residual.dtype, args.cols)};
+                            dense(args.grad_residual.data, args.grad_residual.dtype, args.cols),
+                            spec.variant != nullptr ? spec.variant->beside : ConstRows{},
+                            spec.variant != nullptr ? spec.variant->entries[0] : ConstRows{},
+                            grad_beside};
   const auto all = [&](auto&& aligned) {
     return std::all_of(std::begin(rows), std::end(rows), aligned);
   };
@@ -335,7 +389,9 @@ BackwardPlan plan_backward(const BackwardSpec& spec, std::int64_t rows, std::int
   }
   const std::int64_t groups = std::int64_t{plan.row_threads} * plan.side_by_side / plan.lanes;
   plan.shared_bytes = groups * group_bytes(spec, plan);
-  plan.partials_bytes = partials_bytes(spec, plan.ctas, cols, wants_sums, adds_sums);
+  const int groups_here = groups_of(spec);
+  plan.partials_bytes =
+      partials_bytes(spec, plan.ctas / groups_here, cols * groups_here, wants_sums, adds_sums);
   return plan;
 }
 
@@ -344,7 +400,7 @@ std::int64_t partials_bytes(const BackwardSpec& spec, std::int64_t parts, std::i
   if (!wants_sums || (parts <= 1 && !adds_sums)) {
     return 0;
   }
-  const int grads = spec.norm == NormKind::kLayerNorm ? 2 : 1;
+  const int grads = grads_of(spec.norm);
   return parts * grads * partials_stride(cols) * (is_double(spec) ? 8 : 4);
 }
 
@@ -359,18 +415,30 @@ BackwardPlan plan_backward(const NormBackwardArgs& args, const BackwardSpec& spe
                        args.add_grads, device);
 }
 
-std::string op_name(const BackwardSpec& spec, Move move) {
+namespace {
+
+Variant::Types types_of(const BackwardSpec& spec) {
+  if (spec.variant != nullptr) {
+    return spec.variant->types();
+  }
   const std::string source =
       spec.adds ? "fused_op::AddResidual" + joined({type(spec.input), type(spec.residual),
                                                     type(spec.row), flag(spec.drops_input)})
                 : "fused_op::Plain" + joined({type(spec.input), flag(spec.split)});
-  const std::string epilogue =
-      "fused_op::Affine" + joined({type(spec.parameters), type(spec.grad_output),
-                                   flag(spec.drops_output), flag(spec.recovers)});
+  return {source, epilogue_name({type(spec.parameters), type(spec.grad_output),
+                                 flag(spec.drops_output), flag(spec.recovers)},
+                                spec.rounds_first, spec.input)};
+}
+
+}  // namespace
+
+std::string op_name(const BackwardSpec& spec, Move move) {
+  const Variant::Types types = types_of(spec);
   const std::string access = move == Move::kVectors ? "fused_op::cuda::Vectors"
                              : move == Move::kWords ? "fused_op::cuda::Words"
                                                     : "fused_op::cuda::WholeWords";
-  return "fused_op::cuda::BackwardOp" + joined({norm_name(spec.norm), source, epilogue, access});
+  return "fused_op::cuda::BackwardOp" +
+         joined({norm_name(spec.norm), types.source, types.epilogue, access});
 }
 
 std::string kernel_name(const BackwardSpec& spec, const BackwardPlan& plan) {

@@ -20,13 +20,17 @@ constexpr int kCtasPerSm = 8;
 int unit_of(const BackwardSpec& spec) {
   int widest = std::max({size_of(read_as_x(spec)), size_of(spec.grad_output), size_of(spec.row),
                          size_of(spec.input)});
+  if (spec.variant != nullptr) {
+    widest = std::max(widest, size_of(spec.variant->beside.dtype));
+  }
   return kVectorBytes / (spec.adds ? std::max(widest, size_of(spec.residual)) : widest);
 }
 
 // Many rows: clusters, if rows in flight and the parameters have room.
 void plan_clusters(BackwardLongPlan& plan, const BackwardSpec& spec, std::int64_t rows,
                    const DeviceInfo& device) {
-  if (plan.move != Move::kVectors || spec.adds || rows < kFewestClusterRows || plan.pieces < 2 ||
+  if (plan.move != Move::kVectors || spec.adds || spec.variant != nullptr ||
+      rows < kFewestClusterRows || plan.pieces < 2 ||
       plan.pieces > std::min(device.max_cluster, kMostCluster)) {
     return;
   }
@@ -86,7 +90,10 @@ BackwardLongPlan plan_backward_long(const NormBackwardArgs& args, const Backward
 
 BackwardSpec row_sums_spec(const BackwardSpec& spec) {
   BackwardSpec sums = spec;
-  sums.adds = sums.drops_input = false;
+  if (spec.variant != nullptr) {
+    return sums;
+  }
+  sums.adds = sums.drops_input = sums.rounds_first = false;
   sums.input = sums.residual = spec.row;
   return sums;
 }

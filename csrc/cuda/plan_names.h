@@ -6,37 +6,39 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <vector>
 
 #include "core/norm_args.h"
 #include "core/pack.h"
+#include "core/type_names.h"
+#include "core/variant.h"
 
 namespace fused_op::cuda {
 
-// Words of a kernel's name.
-inline std::string type(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return "fused_op::Float16";
-    case DType::kBFloat16:
-      return "fused_op::BFloat16";
-    case DType::kFloat32:
-      return "float";
-    case DType::kFloat64:
-      break;
-  }
-  return "double";
-}
-inline std::string flag(bool value) { return value ? "true" : "false"; }
-inline std::string number(int value) { return std::to_string(value); }
-inline std::string joined(std::initializer_list<std::string> arguments) {
-  std::string all;
-  for (const std::string& argument : arguments) {
-    all += (all.empty() ? "<" : ", ") + argument;
-  }
-  return all + ">";
-}
 inline std::string norm_name(NormKind norm) {
-  return norm == NormKind::kLayerNorm ? "fused_op::LayerNorm" : "fused_op::RmsNorm";
+  return norm == NormKind::kLayerNorm  ? "fused_op::LayerNorm"
+         : norm == NormKind::kRmsNorm  ? "fused_op::RmsNorm"
+         : norm == NormKind::kL2Norm   ? "fused_op::L2Norm"
+         : norm == NormKind::kIdentity ? "fused_op::Identity"
+                                       : "fused_op::BiasedRmsNorm";
+}
+
+// What a variant's kernels read in packs beside the streams of every call.
+inline std::vector<const ConstRows*> read_beside(const Variant& variant) {
+  std::vector<const ConstRows*> found;
+  for (const ConstRows* rows : {&variant.beside, &variant.entries[0], &variant.entries[1]}) {
+    if (rows->data != nullptr) {
+      found.push_back(rows);
+    }
+  }
+  return found;
+}
+
+// An epilogue, of x̂ rounded to the type of the input where `rounds_first`.
+inline std::string epilogue_name(std::initializer_list<std::string> arguments, bool rounds_first,
+                                 DType input) {
+  const std::string affine = "fused_op::Affine" + joined(arguments);
+  return rounds_first ? "fused_op::RoundsFirst" + joined({affine, type(input)}) : affine;
 }
 
 // Whether every row begins at a multiple of `bytes`.

@@ -9,6 +9,7 @@
 #include "core/norm_args.h"
 #include "core/source.h"
 #include "cuda/access.cuh"
+#include "cuda/backward_op.cuh"
 #include "cuda/backward_tile.h"
 #include "cuda/memory.cuh"
 #include "cuda/row_sum.cuh"
@@ -29,23 +30,30 @@ struct StagedStream {  // of words
   static constexpr int kLaneBytes = N * static_cast<int>(sizeof(T));
   static constexpr int kLaneDistance = kVectorBytes;
 
-  // `to` is the lane's part, `from` its first block but for the shift.
+  // `to` is the lane's part, `from` its first block but for the shift. Where `whole`, the row's
+  // last block is copied with what comes after the row.
   template <typename Lane>
-  __device__ __forceinline__ static void copy(const Lane& lane, int lane_of_row, std::uint32_t to,
-                                              std::uintptr_t from) {
+  __device__ __forceinline__ static void copy(const Lane& lane, int lane_of_row, bool whole,
+                                              std::uint32_t to, std::uintptr_t from) {
     constexpr int kStride = Tile::kLanes * kVectorBytes;
     constexpr int kSpan = Tile::kWarpCols * static_cast<int>(sizeof(T));
     const int shift = static_cast<int>(from % kVectorBytes);
     const int left = lane.width - (lane.first - lane_of_row * N);
     const int end = min(left, Tile::kWarpCols) * static_cast<int>(sizeof(T)) + shift;
     const int first = lane_of_row * kVectorBytes;
+    const int last = end - (whole ? 1 : kVectorBytes);  // where the last block may begin
     to += lane_of_row * (kVectorBytes - kLaneBytes);
 #pragma unroll
     for (int i = 0; i * kStride < kSpan + kVectorBytes; ++i) {
       constexpr int kSureBytes = Lane::kSure * Tile::kStep * static_cast<int>(sizeof(T));
-      if ((i + 1) * kStride <= kSureBytes || first + i * kStride < end) {
+      if ((i + 1) * kStride <= kSureBytes || first + i * kStride <= last) {
         copy_async(to + i * kStride, from - shift + i * kStride);
       }
+    }
+    const int rest = end % kVectorBytes;
+    if (!whole && rest > 0 && end / kVectorBytes % Tile::kLanes == lane_of_row) {
+      const int block = end - rest - first;
+      copy_some(to + block, from - shift + block, rest);
     }
   }
 
@@ -90,7 +98,7 @@ struct StagedStream<Vectors, Tile, T> {
   static constexpr int kLaneDistance = kPackBytes;
 
   template <typename Lane>
-  __device__ __forceinline__ static void copy(const Lane& lane, int, std::uint32_t to,
+  __device__ __forceinline__ static void copy(const Lane& lane, int, bool, std::uint32_t to,
                                               std::uintptr_t from) {
     // Lines: us of words and lines 102.5 101.3 at 1048576x64, 53.1 52.5 at 8192x4096, but with
     // three vectors 200 206 at 174762x768 (bf16, H200).
@@ -123,18 +131,17 @@ struct StagedStream<Vectors, Tile, T> {
   }
 };
 
-// The rows of x, dy and the gradient of the sum on their way through shared memory: of kStages rows
-// one is at hand and the others are being copied.
+// The rows of x, dy and the third stream, if there is one, on their way through shared memory: of
+// kStages rows one is at hand and the others are being copied.
 template <typename Op, typename Tile>
 class StagedRows {
   using Access = typename Op::Access;
   static constexpr int N = Tile::kPack;
-  static constexpr int kStreams = Op::Source::kReadsSum ? 3 : 2;
+  static constexpr int kStreams = Op::kStreams;
+  using Args = typename Op::Args;
 
   template <int kStream>
-  using Element = std::conditional_t<
-      kStream == 0, typename Op::X,
-      std::conditional_t<kStream == 1, typename Op::GradOutput, typename Op::Source::GradSum>>;
+  using Element = StreamElement<Op, kStream>;
   template <int kStream>
   using Stream = StagedStream<Access, Tile, Element<kStream>>;
   template <int kStream>
@@ -152,7 +159,7 @@ class StagedRows {
   using RowLane = Lane<Tile::kLanes, Tile::kStep, kSure, false>;
 
   // `at`: kGroupBytes of shared memory, of this lane's group.
-  __device__ __forceinline__ StagedRows(const NormBackwardArgs& args, const BackwardSteps& steps,
+  __device__ __forceinline__ StagedRows(const Args& args, const BackwardSteps& steps,
                                         std::uint32_t at, std::int64_t first_row,
                                         const RowLane& lane, int lane_of_row)
       : args_(args),
@@ -184,7 +191,7 @@ class StagedRows {
     here_ = here_ == begin_ + (Tile::kStages - 1) * kStageBytes ? begin_ : here_ + kStageBytes;
   }
 
-  // Pack i of the row at hand, in x (0), dy (1) or the gradient of the sum (2).
+  // Pack i of the row at hand, in x (0), dy (1) or the third stream.
   template <int kStream>
   __device__ __forceinline__ Pack<Element<kStream>, N> load(int i) const {
     const auto at_hand =
@@ -211,21 +218,22 @@ class StagedRows {
     place<0>(args_.x, row);
     place<1>(args_.grad_output, row);
     if constexpr (kStreams == 3) {
-      place<2>(args_.grad_sum, row);
+      place<2>(Op::third(args_), row);
     }
   }
 
   template <int kStream>
-  __device__ __forceinline__ void copy_stream(std::uint32_t to) const {
-    Stream<kStream>::copy(lane_, lane_of_row_, part_of<kStream>(to), ahead_[kStream]);
+  __device__ __forceinline__ void copy_stream(bool whole, std::uint32_t to) const {
+    Stream<kStream>::copy(lane_, lane_of_row_, whole, part_of<kStream>(to), ahead_[kStream]);
   }
   __device__ __forceinline__ void copy(std::int64_t row, std::uint32_t to) {
-    if (row < args_.rows) {
-      copy_stream<0>(to);
-      copy_stream<1>(to);
+    if (row < last_row_of<Op>(args_)) {
+      const bool whole = row < steps_.whole_rows;
+      copy_stream<0>(whole, to);
+      copy_stream<1>(whole, to);
       if constexpr (kStreams == 3) {
-        if (Op::Source::sum_arrives(args_)) {
-          copy_stream<2>(to);
+        if (Op::third_arrives(args_)) {
+          copy_stream<2>(whole, to);
         }
       }
     }
@@ -240,7 +248,7 @@ class StagedRows {
     end_copy_group();  // an empty one too: the count of groups is the count of rows
   }
 
-  const NormBackwardArgs& args_;
+  const Args& args_;
   const BackwardSteps& steps_;
   RowLane lane_;
   int lane_of_row_;

@@ -96,6 +96,36 @@ __global__ void __launch_bounds__(kMaxThreads) forward_kernel(ForwardArgs args) 
 // and steps. A tap's columns are cut into segments, so that every warp has something to do.
 HOST_DEVICE int segments(int taps, int warps) { return warps > taps ? warps / taps : 1; }
 
+// A step's part of the gradient of the kernel: each warp takes segments, each lane sums its own.
+template <typename A>
+__device__ void add_to_sums(A* sums, const A* dz, const A* before, int cols, int taps, int units) {
+  const int warps = static_cast<int>(blockDim.x) / kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  for (int unit = static_cast<int>(threadIdx.x) / kWarpSize; unit < units; unit += warps) {
+    const int parts = units / taps;
+    const int k = unit / parts;
+    const int end = cols * (unit % parts + 1) / parts;
+    A sum = 0;
+    for (int i = cols * (unit % parts) / parts + lane; i < end; i += kWarpSize) {
+      sum += dz[i] * before[i + k - left(taps)];
+    }
+    sums[unit * kWarpSize + lane] += sum;
+  }
+}
+
+// The lanes' sums of each tap, added up in one order.
+template <typename A>
+__device__ void store_kernel_gradient(A* grad_kernel, const A* sums, int taps, int units) {
+  const int count = units / taps * kWarpSize;
+  for (int k = threadIdx.x; k < taps; k += blockDim.x) {
+    A sum = 0;
+    for (int j = 0; j < count; ++j) {
+      sum += sums[k * count + j];
+    }
+    grad_kernel[k] = sum;
+  }
+}
+
 // From the last step to the first. dz is the gradient before the tanh; what it passes on to the
 // step before is dz convolved with the kernel turned around.
 template <typename T, int kOwn>
@@ -105,8 +135,7 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(BackwardArgs args
   const int taps = static_cast<int>(args.sizes.taps);
   const int pad = padding(taps);
   const int width = cols + 2 * pad;
-  const int warps = static_cast<int>(blockDim.x) / kWarpSize;
-  const int units = taps * segments(taps, warps);
+  const int units = taps * segments(taps, static_cast<int>(blockDim.x) / kWarpSize);
   A* dz = shared_memory<A>() + pad;  // of this step
   A* dz_after = dz + width;          // of the step after
   A* before = dz_after + width;      // h_{t-1}
@@ -163,17 +192,7 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(BackwardArgs args
     // `dz` and `before` are complete. The next step writes `dz_after` and `h`, which nobody reads
     // from here on.
     __syncthreads();
-    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-    for (int unit = static_cast<int>(threadIdx.x) / kWarpSize; unit < units; unit += warps) {
-      const int parts = units / taps;
-      const int k = unit / parts;
-      const int end = cols * (unit % parts + 1) / parts;
-      A sum = 0;
-      for (int i = cols * (unit % parts) / parts + lane; i < end; i += kWarpSize) {
-        sum += dz[i] * before[i + k - left(taps)];
-      }
-      sums[unit * kWarpSize + lane] += sum;
-    }
+    add_to_sums(sums, dz, before, cols, taps, units);
     A* const swapped_dz = dz;
     dz = dz_after;
     dz_after = swapped_dz;
@@ -185,15 +204,7 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(BackwardArgs args
   T* const grad_hidden = static_cast<T*>(args.grad_hidden) + row * cols;
   for_own<kOwn>(cols, [&](int, int i) { grad_hidden[i] = static_cast<T>(passed_on(dz_after, i)); });
   __syncthreads();  // `sums` is complete
-  A* const grad_kernel = static_cast<A*>(args.grad_kernel) + row * taps;
-  for (int k = threadIdx.x; k < taps; k += blockDim.x) {
-    const int count = units / taps * kWarpSize;
-    A sum = 0;
-    for (int j = 0; j < count; ++j) {
-      sum += sums[k * count + j];
-    }
-    grad_kernel[k] = sum;
-  }
+  store_kernel_gradient(static_cast<A*>(args.grad_kernel) + row * taps, sums, taps, units);
 }
 
 int threads_for(std::int64_t cols) {

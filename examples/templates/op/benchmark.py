@@ -1,7 +1,7 @@
 """Time of one call, beside PyTorch's and a copy of the same bytes: python benchmark.py"""
 
 import torch
-from template_op import reference, template_op
+from template_op import reference, sample_inputs, template_op
 from torch.utils.benchmark import Timer
 
 
@@ -14,14 +14,15 @@ def time_us(function):
 def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # More than the GPU's L2 cache holds, so that the memory is measured.
-    x = torch.randn(1 << (27 if device == "cuda" else 21), device=device)
-    target = torch.empty_like(x)
-    # YOUR OP: the limit is what has to be read and written, at the speed of a copy, which reads and
-    # writes its tensor once each. An op that reads two tensors and writes one: 3 / 2 of it.
+    count = 1 << (27 if device == "cuda" else 21)
+    inputs = sample_inputs((count,), torch.float32, device)
+    # The limit is what has to be read and written, at the speed of a copy, which reads and writes
+    # its tensor once each. YOUR OP: how many tensors of this size it reads and writes.
     tensors_moved = 2
+    x, target = torch.randn(count, device=device), torch.empty(count, device=device)
     limit = time_us(lambda: target.copy_(x)) * tensors_moved / 2
-    ours, theirs = time_us(lambda: template_op(x, 1.5)), time_us(lambda: reference(x, 1.5))
-    print(f"{x.numel()} float32, {device}, torch {torch.__version__}")
+    ours, theirs = time_us(lambda: template_op(*inputs)), time_us(lambda: reference(*inputs))
+    print(f"{count} float32, {device}, torch {torch.__version__}")
     print(f"ours {ours:.1f} us   PyTorch {theirs:.1f} us   copy limit {limit:.1f} us")
 
 

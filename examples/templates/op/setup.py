@@ -8,10 +8,35 @@ build for, such as 9.0) and MAX_JOBS are PyTorch's own variables.
 """
 
 import os
+import re
+import shutil
+import subprocess
 
 import torch
 from setuptools import setup
-from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+
+
+def ask_nvcc_for_its_toolkit() -> None:
+    """Set CUDA_HOME where the nvcc on the PATH is a wrapper, such as ccache's, outside the toolkit.
+
+    PyTorch takes the folder above it, where a wrapper has no headers beside it.
+    """
+    nvcc = shutil.which("nvcc")
+    if nvcc and not {"CUDA_HOME", "CUDA_PATH"}.intersection(os.environ):
+        command = [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull]
+        dryrun = subprocess.run(command, capture_output=True, text=True).stderr
+        top = re.search(r"^#\$ TOP=(.+)$", dryrun, re.MULTILINE)
+        if top:
+            os.environ["CUDA_HOME"] = os.path.realpath(top[1].strip())
+
+
+ask_nvcc_for_its_toolkit()
+from torch.utils.cpp_extension import (  # noqa: E402  # it reads CUDA_HOME when it is imported
+    CUDA_HOME,
+    BuildExtension,
+    CppExtension,
+    CUDAExtension,
+)
 
 NAME = "template_op"
 

@@ -1,9 +1,10 @@
-// Where tensors become pointers: check, allocate, run on the tensor's device. And the Python
-// module. The narrow headers compile in half the time of torch/extension.h.
+// Where tensors become pointers: check, allocate, run on the tensor's device; and the registration
+// with PyTorch's dispatcher. No pybind, no Python header: torch.ops.load_library loads the library,
+// and a C++ program could. The narrow headers compile in half the time of torch/extension.h.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
 
 #include "op.h"
 
@@ -19,10 +20,8 @@ namespace {
 
 // A check is a sentence: which op, what it expects, what it found. YOUR OP: one for each way in
 // which arguments can disagree, before the first pointer is taken; and a line in test_bad_input.
-void check_tensor(const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.layout() == at::kStrided && (tensor.is_cpu() || tensor.is_cuda()),
-              "template_op: ", name, " must be a dense CPU or CUDA tensor, got layout ",
-              tensor.layout(), " on ", tensor.device());
+// The device needs none: the dispatcher brings tensors of the CPU and of CUDA here, and no others.
+void check_dtype(const char* name, const at::Tensor& tensor) {
   const at::ScalarType dtype = tensor.scalar_type();
   TORCH_CHECK(
       dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
@@ -42,10 +41,10 @@ DType to_dtype(at::ScalarType dtype) {
   }
 }
 
-// As kernels can read it: values in memory as they count (a view such as the imaginary part of a
-// conjugate is only marked negative), without gaps, and from an address that vector loads can take.
+// As kernels can read it: without gaps, and from an address that vector loads can take. Views that
+// are only marked as negative do not come here: the dispatcher has computed them.
 at::Tensor dense(const at::Tensor& tensor) {
-  const at::Tensor result = tensor.resolve_neg().contiguous();
+  const at::Tensor result = tensor.contiguous();
   return reinterpret_cast<std::uintptr_t>(result.const_data_ptr()) % 16 == 0 ? result
                                                                              : result.clone();
 }
@@ -56,48 +55,39 @@ void check_launch(cudaError_t status) {
   TORCH_CHECK(status == cudaSuccess,
               "template_op: the kernel could not be launched: ", cudaGetErrorString(status));
 }
-#else
-[[noreturn]] void fail_without_cuda() {
-  TORCH_CHECK(false, "template_op: a tensor is on a GPU, but the extension was built without CUDA");
-}
 #endif
 
 constexpr std::int64_t kGrain = 32768;  // elements that are worth a thread's wake-up
 
 void run_forward(const ForwardArgs& args, at::Device device) {
-  if (device.is_cpu()) {
-    at::parallel_for(0, args.count, kGrain, [&](std::int64_t first, std::int64_t last) {
-      cpu::forward(args, first, last);
-    });
+#ifdef WITH_CUDA
+  if (device.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(device);  // the tensor's device need not be the current one
+    check_launch(cuda::forward(args, c10::cuda::getCurrentCUDAStream()));
     return;
   }
-#ifdef WITH_CUDA
-  const c10::cuda::CUDAGuard guard(device);  // the tensor's device need not be the current one
-  check_launch(cuda::forward(args, c10::cuda::getCurrentCUDAStream()));
-#else
-  fail_without_cuda();
 #endif
+  at::parallel_for(0, args.count, kGrain,
+                   [&](std::int64_t first, std::int64_t last) { cpu::forward(args, first, last); });
 }
 
 void run_backward(const BackwardArgs& args, at::Device device) {
-  if (device.is_cpu()) {
-    at::parallel_for(0, args.count, kGrain, [&](std::int64_t first, std::int64_t last) {
-      cpu::backward(args, first, last);
-    });
+#ifdef WITH_CUDA
+  if (device.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(device);
+    check_launch(cuda::backward(args, c10::cuda::getCurrentCUDAStream()));
     return;
   }
-#ifdef WITH_CUDA
-  const c10::cuda::CUDAGuard guard(device);
-  check_launch(cuda::backward(args, c10::cuda::getCurrentCUDAStream()));
-#else
-  fail_without_cuda();
 #endif
+  at::parallel_for(0, args.count, kGrain, [&](std::int64_t first, std::int64_t last) {
+    cpu::backward(args, first, last);
+  });
 }
 
-// YOUR OP: the two functions that Python calls. Each reads: check, allocate, fill the arguments,
+// YOUR OP: the two functions of the schema below. Each reads: check, allocate, fill the arguments,
 // run.
 at::Tensor forward(const at::Tensor& input, double scale) {
-  check_tensor("input", input);
+  check_dtype("input", input);
   const at::Tensor output = at::empty(input.sizes(), input.options());
   if (output.numel() == 0) {
     return output;
@@ -114,7 +104,7 @@ at::Tensor forward(const at::Tensor& input, double scale) {
 }
 
 at::Tensor backward(const at::Tensor& grad_output, double scale) {
-  check_tensor("grad_output", grad_output);
+  check_dtype("grad_output", grad_output);
   const at::Tensor grad_input = at::empty(grad_output.sizes(), grad_output.options());
   if (grad_input.numel() == 0) {
     return grad_input;
@@ -133,7 +123,22 @@ at::Tensor backward(const at::Tensor& grad_output, double scale) {
 }  // namespace
 }  // namespace template_op
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("forward", &template_op::forward);
-  m.def("backward", &template_op::backward);
+// YOUR OP: what the ops look like, to Python and to the compiler. Nothing is mutated, and nothing
+// aliases.
+TORCH_LIBRARY(template_op, m) {
+  m.def("forward(Tensor input, float scale) -> Tensor", {at::Tag::pt2_compliant_tag});
+  m.def("backward(Tensor grad_output, float scale) -> Tensor", {at::Tag::pt2_compliant_tag});
 }
+
+TORCH_LIBRARY_IMPL(template_op, CPU, m) {
+  m.impl("forward", &template_op::forward);
+  m.impl("backward", &template_op::backward);
+}
+
+// Without it, PyTorch itself says that the op does not exist for CUDA.
+#ifdef WITH_CUDA
+TORCH_LIBRARY_IMPL(template_op, CUDA, m) {
+  m.impl("forward", &template_op::forward);
+  m.impl("backward", &template_op::backward);
+}
+#endif

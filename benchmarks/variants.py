@@ -1,0 +1,264 @@
+"""How fast the variants are on a GPU: `python -m benchmarks.variants --json FILE`.
+
+Each is measured beside `torch.compile` of its formula, the ops that it replaces and, where it
+can be imported, Flash Linear Attention, as a fraction of the limit of its own bytes: a device
+copy for forward, a device add for backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_op import (
+    fused_add_rms_norm,
+    fused_gated_add_layer_norm,
+    fused_gated_rms_norm,
+    fused_l2_norm,
+    fused_modulated_layer_norm,
+    fused_post_add_pre_rms_norm,
+    fused_qk_norm_rope,
+    fused_rms_norm,
+    fused_rms_norm_rope,
+    reference,
+)
+
+from .measure import measure_limit, reason
+from .report import environment, write_json
+from .timing import GraphTimer, Timer
+
+BF16 = torch.bfloat16
+SAMPLES = 8
+SHAPES = ((1048576, 128), (131072, 1024), (32768, 4096), (16384, 8192))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One call; bytes are those of one element that no implementation can avoid."""
+
+    name: str
+    functions: dict[str, Callable[..., Any]]  # by who has it; fused_op first
+    rows: int  # tensors of the shape of the input
+    weights: int
+    forward_bytes: float
+    backward_bytes: float
+    shapes: tuple[tuple[int, int], ...] = SHAPES
+    weight_cols: int = 0  # 0: those of the input
+    entries: int = 0  # chunks of a projection, a row for each of SAMPLES
+
+
+def _fla_gated(activation: str, x: Tensor, gate: Tensor, weight: Tensor) -> Any:
+    from fla.modules.fused_norm_gate import rms_norm_gated
+
+    return rms_norm_gated(x, gate, weight, None, activation, eps=1e-6)
+
+
+def _fla_l2(x: Tensor) -> Any:
+    from fla.modules.l2norm import l2norm
+
+    return l2norm(x, eps=1e-6)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
+
+
+def _gated(name: str, fla: Callable[..., Any] | None, **options: Any) -> Variant:
+    ours = partial(fused_gated_rms_norm, eps=1e-6, **options)
+    twin = partial(reference.fused_gated_rms_norm, eps=1e-6, **options)
+    functions = {"fused_op": ours, "torch.compile": _compiled(twin)}
+    return Variant(name, functions | ({"FLA": fla} if fla else {}), 2, 1, 6, 10)
+
+
+def _two_ops(input: Tensor, residual: Tensor, post_weight: Tensor, pre_weight: Tensor) -> Any:
+    branch = fused_rms_norm(input, post_weight, 1e-6)
+    return fused_add_rms_norm(branch, residual, pre_weight, 1e-6)
+
+
+HEAD, HEADS, KV_HEADS = 128, 32, 8  # of Qwen3 8B
+TOKENS = (32768, 4096, 512)
+
+
+@cache
+def _angles(tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    position = torch.arange(tokens, device=device)[:, None]
+    theta = position / 1e6 ** (torch.arange(HEAD // 2, device=device) / (HEAD // 2))
+    return theta.cos().to(BF16), theta.sin().to(BF16)
+
+
+def _heads(function: Callable[..., Any], x: Tensor, weight: Tensor) -> Any:
+    rows = x.view(-1, HEADS, HEAD)
+    return function(rows, *_angles(len(rows), x.device), weight, 1e-6, rounding="before_weight")
+
+
+def _packed(function: Callable[..., Any], qkv: Tensor, *weights: Tensor) -> Any:
+    options: Any = {"heads": HEADS, "kv_heads": KV_HEADS, "rounding": "before_weight"}
+    return function(qkv, *_angles(len(qkv), qkv.device), *weights, 1e-6, **options)
+
+
+def _liger_packed(qkv: Tensor, *weights: Tensor) -> Any:
+    """Norms and rotation, each of which copies heads that are not dense."""
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    rows = qkv.view(1, len(qkv), -1, HEAD)
+    q, k, v = rows.split((HEADS, KV_HEADS, KV_HEADS), 2)
+    q, k = (
+        LigerRMSNormFunction.apply(x, weight, 1e-6).transpose(1, 2)
+        for x, weight in zip((q, k), weights, strict=True)
+    )
+    cos, sin = (torch.cat((t, t), -1)[None] for t in _angles(len(qkv), qkv.device))
+    return *LigerRopeFunction.apply(q, k, cos, sin), v
+
+
+def _rope(
+    name: str, form: Callable[..., Any], twin: Callable[..., Any], ours: Callable[..., Any],
+    cols: int, share: float, weights: int, **more: Callable[..., Any],
+) -> Variant:  # fmt: skip
+    """Share: of queries and keys in the input; backward also copies the gradient of the rest."""
+    functions = {
+        "fused_op": partial(form, ours),
+        "torch.compile": _compiled(partial(form, twin)),
+        "eager": partial(form, twin),
+    }
+    shapes = tuple((tokens, cols) for tokens in TOKENS)
+    size = 4 * share, 6 * share + 4 * (1 - share)
+    return Variant(name, functions | more, 1, weights, *size, shapes, HEAD)
+
+
+VARIANTS = (
+    _gated("gated_rms_norm, silu", partial(_fla_gated, "swish")),
+    _gated("gated_rms_norm, sigmoid", partial(_fla_gated, "sigmoid"), activation="sigmoid"),
+    _gated("gated_rms_norm, gate first", None, gate_first=True),
+    Variant(
+        "l2_norm",
+        {
+            "fused_op": fused_l2_norm,
+            "torch.compile": _compiled(reference.fused_l2_norm),
+            "FLA": _fla_l2,
+        },
+        rows=1, weights=0, forward_bytes=4, backward_bytes=6,
+    ),
+    Variant(
+        "post_add_pre_rms_norm",
+        {
+            "fused_op": partial(fused_post_add_pre_rms_norm, eps=1e-6),
+            "two ops": _two_ops,
+            "torch.compile": _compiled(partial(reference.fused_post_add_pre_rms_norm, eps=1e-6)),
+        },
+        rows=2, weights=2, forward_bytes=8, backward_bytes=12,
+    ),
+    Variant(
+        "modulated_layer_norm",
+        {
+            "fused_op": fused_modulated_layer_norm,
+            "torch.compile": _compiled(reference.fused_modulated_layer_norm),
+        },
+        rows=1, weights=0, forward_bytes=4, backward_bytes=6, entries=2,
+    ),
+    Variant(
+        "gated_add_layer_norm",
+        {
+            "fused_op": fused_gated_add_layer_norm,
+            "torch.compile": _compiled(reference.fused_gated_add_layer_norm),
+        },
+        rows=2, weights=0, forward_bytes=8, backward_bytes=12, entries=3,
+    ),
+    _rope(
+        "rms_norm_rope", _heads, reference.fused_rms_norm_rope, fused_rms_norm_rope,
+        HEADS * HEAD, 1, 1,
+    ),
+    _rope(
+        "qk_norm_rope", _packed, reference.fused_qk_norm_rope, fused_qk_norm_rope,
+        (HEADS + 2 * KV_HEADS) * HEAD, (HEADS + KV_HEADS) / (HEADS + 2 * KV_HEADS), 2,
+        Liger=_liger_packed,
+    ),
+)  # fmt: skip
+
+
+def measure(
+    variant: Variant, rows: int, cols: int, timer: Timer, device: torch.device, limits: Any
+) -> dict[str, Any]:
+    """Forward without gradients and backward at one shape, in bf16, of everyone who has it."""
+
+    def limit(kind: str, total: int) -> float:
+        if (kind, total) not in limits:
+            limits[kind, total] = measure_limit(kind, total, "bfloat16", timer, device)["us"]
+        return limits[kind, total]
+
+    sizes = variant.forward_bytes, variant.backward_bytes
+    forward, backward = (round(rows * cols * size) for size in sizes)
+    row: dict[str, Any] = {"variant": variant.name, "rows": rows, "cols": cols, "peers": {}}
+    with timer.context():
+        count = variant.weight_cols or cols
+        weights = [torch.rand(count, device=device).to(BF16) for _ in range(variant.weights)]
+        shape = (SAMPLES, rows // SAMPLES, cols) if variant.entries else (rows, cols)
+        projection = torch.randn(SAMPLES, 6 * cols, device=device).to(BF16)
+        entries = list(projection.chunk(6, -1)[: variant.entries])
+        sets = [
+            [torch.randn(shape, device=device).to(BF16) for _ in range(variant.rows)]
+            + entries
+            + weights
+            for _ in range(timer.sets_for(forward))
+        ]
+        for who, function in variant.functions.items():
+            try:
+                row["peers"][who] = {
+                    "forward": limit("copy", forward) / _forward_us(function, sets, timer, forward),
+                    "backward": limit("add", backward)
+                    / _backward_us(function, sets, timer, backward),
+                }
+            except Exception as error:
+                row["peers"][who] = {"problem": reason(error)}
+    return row
+
+
+def _forward_us(function: Callable[..., Any], sets: Any, timer: Timer, total: int) -> float:
+    with torch.no_grad():
+        return timer([partial(function, *given) for given in sets], total).us
+
+
+def _backward_us(function: Callable[..., Any], sets: Any, timer: Timer, total: int) -> float:
+    calls = []
+    for given in sets:
+        leaves = [t.detach().requires_grad_() for t in given]
+        output = function(*leaves)
+        outputs = output if isinstance(output, tuple) else (output,)
+        grads = [torch.randn_like(y) for y in outputs]
+        calls.append(partial(torch.autograd.grad, outputs, leaves, grads, retain_graph=True))
+    return timer(calls, total).us
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.variants", description=__doc__)
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.variants measures on a GPU, and there is none")
+    timer = GraphTimer("cuda")
+    result: dict[str, Any] = {
+        "environment": environment(timer.device, (), "python -m benchmarks.variants"),
+        "rows": [],
+    }
+    limits: dict[tuple[str, int], float] = {}
+    for variant in VARIANTS:
+        for rows, cols in variant.shapes:
+            row = measure(variant, rows, cols, timer, timer.device, limits)
+            result["rows"].append(row)
+            write_json(options.json, result)
+            print(f"{variant.name:28} {rows:7} x {cols:5}")
+            for who, found in row["peers"].items():
+                figures = found.get("problem") or " ".join(f"{v:.3f}" for v in found.values())
+                print(f"    {who:14} {figures}")
+
+
+if __name__ == "__main__":
+    main()

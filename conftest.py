@@ -1,0 +1,73 @@
+"""Which tests run: a quick selection unless --all, a path, -k or -m says otherwise.
+
+The selection takes every test function that is not marked `slow`. Of a function with parameters it
+takes so many cases that each value of each parameter (each op, pair of dtypes, device, ...) occurs
+in one of them. What it leaves to --all are the other combinations, and what is marked `slow`.
+
+In the root, as pytest reads the options of a conftest.py only where its run begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import pytest
+
+QUICK = "This was the quick selection. Everything: python -m pytest --all"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help = "every test, not the quick selection; so does a path, -k or -m"
+    parser.addoption("--all", action="store_true", dest="all_tests", help=help)
+
+
+@pytest.hookimpl(tryfirst=True)  # the processes of pytest-xdist get the options as they are then
+def pytest_configure(config: pytest.Config) -> None:
+    option = config.option
+    named = config.args_source is config.ArgsSource.ARGS
+    option.all_tests |= bool(named or option.keyword or option.markexpr)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.all_tests:
+        return
+    quick = set(quick_selection(items))
+    config.hook.pytest_deselected(items=[item for item in items if item not in quick])
+    items[:] = [item for item in items if item in quick]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not terminalreporter.config.option.all_tests:
+        terminalreporter.write_line(QUICK)
+
+
+def quick_selection(items: Iterable[pytest.Item]) -> Iterable[pytest.Item]:
+    """Those that run without --all."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in functions.values():
+        yield from (cases[i] for i in covering([parameters(case) for case in cases]))
+
+
+def parameters(item: pytest.Item) -> set[Hashable]:
+    """The name and the value of each parameter of a test; empty for a test without any.
+
+    A value is known by its id: not all can be hashed, and all cases share those of one list.
+    """
+    callspec = getattr(item, "callspec", None)
+    return {(name, id(value)) for name, value in callspec.params.items()} if callspec else set()
+
+
+def covering(cases: Sequence[set[Hashable]]) -> list[int]:
+    """The cases, by number, that together hold every value; greedy, and the same in every run."""
+    left = dict(enumerate(cases))
+    missing = set().union(*cases)
+    chosen = [0]  # also of a test without parameters
+    missing -= left.pop(0)
+    while missing:
+        best = max(left, key=lambda i: len(left[i] & missing))
+        missing -= left.pop(best)
+        chosen.append(best)
+    return chosen

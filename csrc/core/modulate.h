@@ -1,0 +1,227 @@
+// The structs of the kernels of core/modulated.h: a source and two epilogues. Torch-free.
+//
+// Forward reads the entries beside the row. So does backward where each row has an entry, whose
+// gradients are rows, too. Where rows share entries, a CTA of backward takes rows of one entry: its
+// weight' is the parameter, and the sums over its rows leave as those of a norm's parameters do.
+#pragma once
+
+#include <type_traits>
+
+#include "core/epilogue.h"
+#include "core/modulated.h"
+#include "core/source.h"
+
+namespace fused_op {
+
+// The row is residual + gate · input, rounded to X and stored: it is the residual of what comes
+// next. Statistics are those of the stored sum, as in AddResidual.
+template <typename X, typename G>
+struct GatedResidual {
+  using Row = X;
+  using Input = X;
+
+  template <int N, int kVectors>
+  struct Loaded {
+    Pack<X, N> input[kVectors];
+    Pack<X, N> residual[kVectors];
+    Pack<G, N> gate[kVectors];
+  };
+
+  const X* input;
+  const X* residual;
+  const G* gate;
+  X* sum;
+
+  FUSED_OP_HD GatedResidual(const ModulatedForwardArgs& args, std::int64_t row)
+      : input(first_of<X, false>(args.input, row)),
+        residual(first_of<X, false>(args.residual, row)),
+        gate(first_of<G, true>(args.modulation.gate, row)),
+        sum(static_cast<X*>(args.sum) + row * args.cols) {}
+
+  FUSED_OP_HD const Row* row() const { return sum; }
+
+  template <typename Access, int kVectors, typename Lane>
+  FUSED_OP_HD void prefetch(const Lane& lane) const {
+    Access::template prefetch_row<kVectors>(lane, input);
+    Access::template prefetch_row<kVectors>(lane, residual);
+  }
+  template <typename Access, typename Lane, int N, int kVectors>
+  FUSED_OP_HD void load(const Lane& lane, Loaded<N, kVectors>& loaded) const {
+    Access::load(lane, input, loaded.input);
+    Access::load(lane, residual, loaded.residual);
+    Access::load(lane, gate, loaded.gate);
+  }
+  template <typename Access, typename Lane, int N, int kVectors>
+  FUSED_OP_HD void read(const Lane& lane, Pack<Row, N> (&row)[kVectors]) const {
+    Access::load(lane, sum, row);
+  }
+  template <typename Access, typename Lane, int N, int kVectors>
+  FUSED_OP_HD void finish(const Lane& lane, const Loaded<N, kVectors>& loaded,
+                          Pack<Row, N> (&row)[kVectors]) const {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 0; i < kVectors; ++i) {
+      Accumulator<X> branch[N], total[N], factor[N];
+      to_values(loaded.input[i], branch);
+      to_values(loaded.residual[i], total);
+      to_values(loaded.gate[i], factor);
+      for (int j = 0; j < N; ++j) {
+        total[j] = multiply_add(factor[j], branch[j], total[j]);
+      }
+      row[i] = rounded<X>(total);
+    }
+    Access::store(lane, sum, row);
+  }
+};
+
+// y = (x̂ · weight + bias) · (1 + scale) + shift.
+template <typename W, typename Y, typename Z, bool kShift, bool kBias>
+struct Modulated : Affine<W, Y> {
+  using Inner = Affine<W, Y>;
+  using Args = ModulatedForwardArgs;
+  using Inner::Inner;
+
+  template <int N, int kVectors>
+  struct Beside {
+    Pack<Z, N> scale[kVectors];
+    Pack<Z, N> shift[kShift ? kVectors : 1];
+  };
+
+  template <typename Access, typename Lane, int N, int kVectors>
+  FUSED_OP_HD static void load_beside(const ModulatedForwardArgs& args, std::int64_t row,
+                                      const Lane& lane, Beside<N, kVectors>& beside) {
+    Access::load(lane, first_of<Z, true>(args.modulation.scale, row), beside.scale);
+    if constexpr (kShift) {
+      Access::load(lane, first_of<Z, true>(args.modulation.shift, row), beside.shift);
+    }
+  }
+  template <typename Norm, int N, int kVectors, typename Parameters, typename A>
+  FUSED_OP_HD void apply(const Parameters& parameters, const Beside<N, kVectors>& beside, int i,
+                         A (&values)[N]) {
+    const typename Inner::template Beside<N, kVectors> nothing{};
+    Inner::template apply<Norm>(parameters, nothing, i, values);
+    A scale[N], shift[N] = {};
+    to_values(beside.scale[i], scale);
+    if constexpr (kShift) {
+      to_values(beside.shift[i], shift);
+    }
+    for (int j = 0; j < N; ++j) {
+      values[j] = multiply_add(values[j], A(1) + scale[j], shift[j]);
+    }
+  }
+
+  // Of rows with an entry each: dscale = dy · n is a row beside. (dshift is dy.)
+  struct Backward : Inner::Backward {
+    using InnerBackward = typename Inner::Backward;
+    using Args = ModulatedBackwardArgs;
+    static constexpr bool kReadsBeside = true;
+    using BesideRow = Z;
+
+    template <int N>
+    struct WeightAndBias {
+      Pack<W, N> weight;
+      Pack<W, N> bias;
+    };
+    template <int N>
+    using Parameters =
+        std::conditional_t<kBias, WeightAndBias<N>, typename InnerBackward::template Parameters<N>>;
+
+    const ModulatedBackwardArgs& call;
+    std::int64_t row;
+
+    FUSED_OP_HD Backward(const ModulatedBackwardArgs& args, std::int64_t number)
+        : InnerBackward(args, number), call(args), row(number) {}
+
+    FUSED_OP_HD static const ConstRows& beside(const ModulatedBackwardArgs& args) {
+      return args.modulation.scale;
+    }
+    template <typename Norm, typename Access, int N, typename Col>
+    FUSED_OP_HD static Parameters<N> load(const NormBackwardArgs& args, Col col, int valid) {
+      Parameters<N> parameters;
+      parameters.weight = Access::template parameter<W, N>(args.weight, col, valid, 1);
+      if constexpr (kBias) {
+        parameters.bias = Access::template parameter<W, N>(args.bias, col, valid, 0);
+      }
+      return parameters;
+    }
+    template <typename Norm, int N, typename A, typename Col>
+    FUSED_OP_HD void pullback(const Parameters<N>& parameters, Col col, const A (&xhat)[N],
+                              A (&dy)[N], Pack<Z, N>& beside, A (&grad_xhat)[N],
+                              ParameterSums<N, A>& sums) const {
+      A scale[N], n[N], bias[N] = {};
+      to_values(beside, scale);
+      to_values(parameters.weight, n);
+      if constexpr (kBias) {
+        to_values(parameters.bias, bias);
+      }
+      for (int j = 0; j < N; ++j) {
+        n[j] = dy[j] * multiply_add(n[j], xhat[j], bias[j]);
+        dy[j] *= A(1) + scale[j];
+      }
+      beside = rounded<Z>(n);
+      const typename InnerBackward::template Parameters<N> inner{parameters.weight};
+      InnerBackward::template pullback<Norm>(inner, col, xhat, dy, grad_xhat, sums);
+    }
+    template <typename Access, typename Lane, int N, int kCount>
+    FUSED_OP_HD void store_beside(const Lane& lane, int first,
+                                  const Pack<Z, N> (&gradients)[kCount]) const {
+      if (call.grad_scale.data != nullptr) {
+        Z* const scale = static_cast<Z*>(call.grad_scale.data) + row * lane.width;
+        Access::store_some(lane, scale, first, gradients);
+      }
+    }
+  };
+};
+
+// Backward of rows that share entries: the sums are W and B of each. Without a weight the parameter
+// is scale itself (P is Z, and W and B are its gradient and that of shift), else it is weight', in
+// accumulators. kGate: not 1 + scale but the entry itself is the factor.
+template <typename P, typename Y, typename Z, bool kWeight, bool kGate>
+struct ModulatedEntries {
+  using Output = Y;
+
+  struct Backward : Affine<P, Y>::Backward {
+    using Inner = typename Affine<P, Y>::Backward;
+    using Args = ModulatedBackwardArgs;
+    static constexpr bool kGrouped = true;
+    static constexpr bool kEntries = true;
+    using Inner::Inner;
+
+    template <int N>
+    using Parameters = typename Inner::template Parameters<N>;
+
+    template <typename Norm, typename Access, int N, typename Col>
+    FUSED_OP_HD static Parameters<N> load_entry(const ModulatedBackwardArgs& args, std::int64_t row,
+                                                Col col, int valid) {
+      const std::int64_t last = args.rows - 1;  // rows past it have lanes, too
+      const Z* const entry = first_of<Z, true>(args.modulation.scale, row < last ? row : last);
+      const Pack<Z, N> scale = Access::template parameter<Z, N>(entry, col, valid, 0);
+      if constexpr (!kWeight) {
+        return {scale};
+      } else {
+        Accumulator<P> factor[N], weight[N];
+        to_values(scale, factor);
+        to_values(Access::template parameter<P, N>(args.weight, col, valid, 1), weight);
+        for (int j = 0; j < N; ++j) {
+          weight[j] *= 1 + factor[j];
+        }
+        return {rounded<P>(weight)};
+      }
+    }
+    template <typename Norm, int N, typename A, typename Col>
+    FUSED_OP_HD void pullback(const Parameters<N>& parameters, Col, const A (&xhat)[N], A (&dy)[N],
+                              A (&grad_xhat)[N], ParameterSums<N, A>& sums) const {
+      to_values(parameters.weight, grad_xhat);
+      for (int j = 0; j < N; ++j) {
+        grad_xhat[j] = dy[j] * (kWeight || kGate ? grad_xhat[j] : 1 + grad_xhat[j]);
+        sums.weight[j] = multiply_add(dy[j], xhat[j], sums.weight[j]);
+        if constexpr (Norm::kHasBias) {
+          sums.bias[j] += dy[j];
+        }
+      }
+    }
+  };
+};
+
+}  // namespace fused_op

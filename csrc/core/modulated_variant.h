@@ -1,0 +1,86 @@
+// Which structs of core/modulate.h take a call of the modulated norms. Host code, torch-free.
+#pragma once
+
+#include <string>
+
+#include "core/modulated.h"
+#include "core/variant.h"
+
+namespace fused_op {
+
+struct ModulatedVariant : Variant {
+  // How the gradients of entries leave: see core/modulate.h.
+  enum class Way { kForward, kOwnEntries, kSharedEntries };
+
+  Way way;
+  DType parameters;  // of the kernel's
+  DType entry;
+  DType gate;
+  bool has_shift;
+  bool has_weight;  // or bias
+  bool has_bias;
+  bool gated;  // forward: of a gated residual; backward: the entry is a gate
+  bool sum_arrives = false;
+
+  explicit ModulatedVariant(const ModulatedForwardArgs& args)
+      : ModulatedVariant(args, args.modulation, Way::kForward) {
+    gated = args.sum != nullptr;
+    beside = args.modulation.scale;
+    entries[0] = args.modulation.shift;
+    entries[1] = args.modulation.gate;
+    add_options();
+  }
+  explicit ModulatedVariant(const ModulatedBackwardArgs& args)
+      : ModulatedVariant(args, args.modulation,
+                         args.modulation.rows_each == 1 ? Way::kOwnEntries : Way::kSharedEntries) {
+    has_shift = false;
+    if (way == Way::kOwnEntries) {
+      beside = args.modulation.scale;
+      grad_beside = args.grad_scale;
+      parameters_of_column = has_bias ? 2 : 1;
+    } else {
+      beside.dtype = args.dtype;
+      entries[0] = args.modulation.scale;
+      shares_entries = true;
+      groups = args.groups;
+      gated = args.kind == NormKind::kIdentity;
+      sum_arrives = args.grad_sum.data != nullptr;
+    }
+    add_options();
+  }
+
+  Types types() const override {
+    const std::string x = type(row), p = type(parameters), z = type(entry);
+    const std::string plain = "fused_op::Plain" + joined({x, flag(false)});
+    if (way == Way::kSharedEntries) {
+      return {sum_arrives ? "fused_op::AddResidual" + joined({x, x, x, flag(false)}) : plain,
+              "fused_op::ModulatedEntries" + joined({p, x, z, flag(has_weight), flag(gated)})};
+    }
+    return {gated ? "fused_op::GatedResidual" + joined({x, type(gate)}) : plain,
+            "fused_op::Modulated" + joined({p, x, z, flag(has_shift), flag(has_bias)})};
+  }
+
+ private:
+  template <typename Args>
+  ModulatedVariant(const Args& args, const Modulation& modulation, Way its_way)
+      : Variant(VariantId::kModulated, "core/modulate.h"),
+        way(its_way),
+        parameters(args.param_dtype),
+        entry(modulation.scale.dtype),
+        gate(modulation.gate.dtype),
+        has_shift(modulation.shift.data != nullptr),
+        has_weight(args.weight != nullptr || args.bias != nullptr),
+        has_bias(args.bias != nullptr),
+        gated(false) {
+    row = args.dtype;
+  }
+  void add_options() {
+    for (const bool bit : {way == Way::kSharedEntries, has_shift, has_weight, has_bias, gated}) {
+      options = options << 1 | std::uint32_t{bit};
+    }
+    options = options << 2 | static_cast<std::uint32_t>(entry);
+    options = options << 2 | (gated ? static_cast<std::uint32_t>(gate) : 0u);
+  }
+};
+
+}  // namespace fused_op

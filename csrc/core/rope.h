@@ -1,0 +1,338 @@
+// The RMS norm of queries or keys and their rotary embedding: its arguments and formulas for both
+// backends, and the structs of its kernels. Torch-free.
+//
+// A row is a head. Its normalised values n = x̂·weight are rotated in pairs (a, b), by the angles of
+// the head's token:
+//
+//   y_a = n_a·cos - n_b·sin      dn_a = dy_a·cos + dy_b·sin
+//   y_b = n_b·cos + n_a·sin      dn_b = dy_b·cos - dy_a·sin
+//
+// Pairs are the two halves of the rotated columns (GPT-NeoX), or neighbours (GPT-J); columns behind
+// them are left as they are. A lane reads the other element of a pair once more, from the cache,
+// instead of asking the lane that has it: that is the same code for every way a row may lie.
+#pragma once
+
+#include <type_traits>
+
+#include "core/epilogue.h"
+#include "core/norm_args.h"
+#include "core/source.h"
+
+namespace fused_op {
+
+struct Rotation {
+  ConstRows cos;  // a row for each token, or for each of a sequence in turn: `split` says so
+  ConstRows sin;  // of the dtype of cos
+  int half = 0;   // pairs
+  bool adjacent = false;         // neighbours; else halves
+  bool rounds_norm = false;      // n, to the dtype of the input
+  bool rounds_products = false;  // and each product with cos or sin
+  bool in_packs = false;         // on the GPU: see core/rope_variant.h
+  RowSplit heads;                // of a token
+  int groups = 1;                // rows that have a weight of their own: 1, or the heads
+  RowSplit group;
+
+  FUSED_OP_HD std::int64_t token_of(std::int64_t row) const { return heads.offset(row, 0); }
+  FUSED_OP_HD std::int64_t first_parameter(std::int64_t row, std::int64_t cols) const {
+    return group.offset(row, cols);
+  }
+
+  // The other column of a pair; its number; and whether a column is the first of its pair.
+  template <bool kAdjacent>
+  FUSED_OP_HD int other(int col) const {
+    return kAdjacent ? col ^ 1 : col < half ? col + half : col - half;
+  }
+  template <bool kAdjacent>
+  FUSED_OP_HD int pair(int col) const {
+    return kAdjacent ? col / 2 : col < half ? col : col - half;
+  }
+  template <bool kAdjacent>
+  FUSED_OP_HD bool is_first(int col) const {
+    return kAdjacent ? col % 2 == 0 : col < half;
+  }
+};
+
+struct RopeForwardArgs : NormForwardArgs {
+  Rotation rotation;
+};
+struct RopeBackwardArgs : NormBackwardArgs {
+  Rotation rotation;
+  int groups = 1;  // as in rotation
+  // Where rows of grad_input begin, which may be part of a larger tensor.
+  std::int64_t grad_stride = 0;
+  RowSplit grad_split;
+};
+
+// A call's options as types: Rotation's, x̂ rounded before the weight, weights of groups.
+template <bool kAdjacent_, bool kRoundsXhat_, bool kRoundsNorm_, bool kRoundsProducts_,
+          bool kGroups_, bool kInPacks_>
+struct RopeForm {
+  static constexpr bool kAdjacent = kAdjacent_;
+  static constexpr bool kRoundsXhat = kRoundsXhat_;
+  static constexpr bool kRoundsNorm = kRoundsNorm_;
+  static constexpr bool kRoundsProducts = kRoundsProducts_;
+  static constexpr bool kGroups = kGroups_;
+  static constexpr bool kInPacks = kInPacks_;
+};
+
+#ifdef __CUDACC__
+// A pack at an address where its vectors may begin.
+template <int N, typename T>
+__device__ __forceinline__ Pack<T, N> pack_at(const T* from) {
+  static_assert(sizeof(T) * N >= 4, "a smaller pack is read beyond its end");
+  return *reinterpret_cast<const Pack<T, N>*>(from);
+}
+template <typename A, typename T>
+__device__ __forceinline__ A value_at(const T* from) {
+  const T element = *from;
+  Pack<T, 1> pack{};
+  memcpy(pack.words, &element, sizeof(T));
+  A value[1];
+  to_values(pack, value);
+  return value[0];
+}
+
+// What a row of a kernel rotates by.
+template <typename Form, typename C>
+struct Angles {
+  const Rotation& rotation;
+  const C* cos;
+  const C* sin;
+
+  __device__ __forceinline__ Angles(const Rotation& call, std::int64_t row)
+      : rotation(call),
+        cos(first_of<C, true>(call.cos, call.token_of(row))),
+        sin(first_of<C, true>(call.sin, call.token_of(row))) {}
+
+  __device__ __forceinline__ bool turns(std::int64_t col) const { return col < 2 * rotation.half; }
+
+  // Of columns `col` on. sin has the sign with which the other element is added; columns that are
+  // not rotated have cos 1 and sin 0.
+  template <int N, typename A>
+  __device__ __forceinline__ void load(int col, A (&c)[N], A (&s)[N]) const {
+    constexpr int kPairs = Form::kAdjacent ? N / 2 : N;
+    if constexpr (Form::kInPacks && kPairs * sizeof(C) >= 4 && (!Form::kAdjacent || N % 2 == 0)) {
+      const int first = rotation.template pair<Form::kAdjacent>(col);
+      A of_cos[kPairs], of_sin[kPairs];
+      to_values(pack_at<kPairs>(cos + first), of_cos);
+      to_values(pack_at<kPairs>(sin + first), of_sin);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const int pair = Form::kAdjacent ? j / 2 : j;
+        c[j] = of_cos[pair];
+        s[j] = of_sin[pair];
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const bool turned = turns(col + j);
+        const int pair = turned ? rotation.template pair<Form::kAdjacent>(col + j) : 0;
+        c[j] = turned ? value_at<A>(cos + pair) : A(1);
+        s[j] = turned ? value_at<A>(sin + pair) : A(0);
+      }
+    }
+    constexpr bool kOneHalf = Form::kInPacks && !Form::kAdjacent;  // a pack lies within one
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      s[j] = rotation.template is_first<Form::kAdjacent>(kOneHalf ? col : col + j) ? -s[j] : s[j];
+    }
+  }
+
+  // The other elements of the pairs of columns `col` on, from a row in memory.
+  template <int N, typename T>
+  __device__ __forceinline__ Pack<T, N> others(const T* row, int col) const {
+    if constexpr (Form::kInPacks && !Form::kAdjacent && N * sizeof(T) >= 4) {
+      return pack_at<N>(row + rotation.template other<false>(col));
+    } else {
+      T elements[N]{};
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if (turns(col + j)) {
+          elements[j] = row[rotation.template other<Form::kAdjacent>(col + j)];
+        }
+      }
+      Pack<T, N> pack{};
+      memcpy(pack.words, elements, sizeof(elements));
+      return pack;
+    }
+  }
+  template <typename T, bool kRounds, int N, typename A>
+  __device__ __forceinline__ static void turn(A (&values)[N], const A (&other)[N], const A (&c)[N],
+                                              const A (&s)[N]) {
+    A along[N], across[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      along[j] = values[j] * c[j];
+      across[j] = other[j] * s[j];
+    }
+    if constexpr (kRounds) {
+      to_values(rounded<T>(along), along);
+      to_values(rounded<T>(across), across);
+    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      values[j] = along[j] + across[j];
+    }
+  }
+};
+
+template <typename W, typename X, typename C, typename Form, bool kSplit>
+struct RotatedAffine : Affine<W, X> {
+  using Args = RopeForwardArgs;
+  using Inner = Affine<W, X>;
+
+  const Args& call;
+  std::int64_t row;
+  int first;  // column of the lane's pack 0
+  int step;
+  Normalizer<Accumulator<X>> normalizer{};  // of the row: see tell()
+
+  template <typename Lane>
+  __device__ __forceinline__ RotatedAffine(const Args& args, std::int64_t number, const Lane& lane)
+      : Inner(args, number, lane), call(args), row(number), first(lane.first), step(Lane::kStep) {}
+
+  __device__ __forceinline__ static int first_parameter(const Args& args, std::int64_t row) {
+    return Form::kGroups ? static_cast<int>(args.rotation.first_parameter(row, args.cols)) : 0;
+  }
+
+  // x̂ to n.
+  template <int N, typename A>
+  __device__ __forceinline__ static void scale(const Pack<W, N>& weight, A (&values)[N]) {
+    if constexpr (Form::kRoundsXhat) {
+      to_values(rounded<X>(values), values);
+    }
+    A factor[N];
+    to_values(weight, factor);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      values[j] *= factor[j];
+    }
+    if constexpr (Form::kRoundsNorm) {
+      to_values(rounded<X>(values), values);
+    }
+  }
+
+  template <typename Norm, typename Parameters, typename Beside, int N, typename A>
+  __device__ __forceinline__ void apply(const Parameters& parameters, const Beside&, int i,
+                                        A (&values)[N]) {
+    scale(parameters.weight, values);
+    const Angles<Form, C> angles(call.rotation, row);
+    const int col = first + i * step;
+    if (angles.turns(col)) {
+      A other[N], c[N], s[N];
+      others<Norm>(angles, col, values, other);
+      angles.load(col, c, s);
+      angles.template turn<X, Form::kRoundsProducts>(values, other, c, s);
+    }
+  }
+
+ private:
+  // The n that those of columns `col` on are paired with.
+  template <typename Norm, int N, typename A>
+  __device__ __forceinline__ void others(const Angles<Form, C>& angles, int col,
+                                         const A (&values)[N], A (&other)[N]) const {
+    if constexpr (Form::kAdjacent && N % 2 == 0) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        other[j] = values[j ^ 1];
+      }
+    } else {
+      to_values(angles.template others<N>(first_of<X, kSplit>(call.input, row), col), other);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        other[j] = Norm::normalized(other[j], normalizer);
+      }
+      const auto* const weight = static_cast<const W*>(call.weight);
+      if (weight != nullptr) {
+        scale(angles.template others<N>(weight + first_parameter(call, row), col), other);
+      } else {
+        A ones[N];
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          ones[j] = 1;
+        }
+        scale(rounded<W>(ones), other);
+      }
+    }
+  }
+
+ public:
+  struct Backward : Inner::Backward {
+    using Args = RopeBackwardArgs;
+    static constexpr bool kGrouped = Form::kGroups;
+
+    const Args& call;
+    std::int64_t row;
+
+    __device__ __forceinline__ Backward(const Args& args, std::int64_t number)
+        : Inner::Backward(args, number), call(args), row(number) {}
+
+    __device__ __forceinline__ static int first_parameter(const Args& args, std::int64_t row) {
+      return Form::kGroups ? static_cast<int>(args.rotation.first_parameter(row, args.cols)) : 0;
+    }
+
+    template <typename Norm, int N, typename Parameters, typename A, typename Col>
+    __device__ __forceinline__ void pullback(const Parameters& parameters, Col col,
+                                             const A (&xhat)[N], A (&dy)[N], A (&grad_xhat)[N],
+                                             ParameterSums<N, A>& sums) const {
+      const Angles<Form, C> angles(call.rotation, row);
+      if (angles.turns(col)) {
+        turn_back(angles, static_cast<int>(col), dy);
+      }
+      if constexpr (Form::kRoundsXhat) {
+        A met[N];
+        to_values(rounded<X>(xhat), met);
+        Inner::Backward::template pullback<Norm>(parameters, col, met, dy, grad_xhat, sums);
+      } else {
+        Inner::Backward::template pullback<Norm>(parameters, col, xhat, dy, grad_xhat, sums);
+      }
+    }
+
+   private:
+    // dy to the gradient of n: the same angle, the other way.
+    template <int N, typename A>
+    __device__ __forceinline__ void turn_back(const Angles<Form, C>& angles, int col,
+                                              A (&dy)[N]) const {
+      A other[N], c[N], s[N];
+      if constexpr (Form::kAdjacent && N % 2 == 0) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          other[j] = dy[j ^ 1];
+        }
+      } else {
+        const X* const from = first_of<X, kSplit>(call.grad_output, row);
+        to_values(angles.template others<N>(from, col), other);
+      }
+      angles.load(col, c, s);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        s[j] = -s[j];
+      }
+      angles.template turn<X, false>(dy, other, c, s);
+    }
+  };
+};
+
+// The row is the input, and its gradient goes to rows that need not be dense.
+template <typename X, bool kSplit>
+struct Heads : Plain<X, kSplit> {
+  using Plain<X, kSplit>::Plain;
+
+  struct Backward : Plain<X, kSplit>::Backward {
+    const RopeBackwardArgs& call;
+
+    __device__ __forceinline__ Backward(const RopeBackwardArgs& args, std::int64_t number)
+        : Plain<X, kSplit>::Backward(args, number), call(args) {}
+
+    template <typename Access, typename Lane, typename Gradients>
+    __device__ __forceinline__ void store(const Lane& lane, int first,
+                                          const Gradients& gradients) const {
+      X* const input = static_cast<X*>(call.grad_input.data) +
+                       call.grad_split.offset(this->row, call.grad_stride);
+      Access::store_some(lane, input, first, gradients.input);
+    }
+  };
+};
+#endif
+
+}  // namespace fused_op

@@ -1,0 +1,42 @@
+// The sum of the input and the residual, of a range of rows: Forward's first step alone. Included
+// by a level alone: level.h.
+#pragma once
+
+#include "cpu/elements.h"
+#include "cpu/level.h"
+#include "cpu/tiles.h"
+
+namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
+
+template <typename A>
+void add_tile(const NormForwardArgs& args, const Tile& tile) {
+  const View<A> x = read_tile(args.input, tile, tile_buffer<A>(0));
+  const View<A> residual = read_tile(args.residual, tile, tile_buffer<A>(1));
+  const bool is_direct = args.dtype == kDTypeOf<A>;
+  A* const sum =
+      is_direct ? static_cast<A*>(args.sum) + tile.row * args.cols + tile.col : tile_buffer<A>(2);
+  for (std::int64_t r = 0; r < tile.rows; ++r) {
+    add_rows(x.row(r), residual.row(r), tile.cols, sum + r * tile.cols);
+  }
+  if (!is_direct) {
+    write_tile(sum, args.sum, args.dtype, tile, args.cols);
+  }
+}
+
+inline void add(const NormForwardArgs& args, std::int64_t first_row, std::int64_t last_row) {
+  const std::int64_t cols = args.cols;
+  const std::int64_t tile_rows = rows_of_tile(cols);
+  for (std::int64_t row = first_row; row < last_row; row += tile_rows) {
+    const std::int64_t rows = std::min(tile_rows, last_row - row);
+    for (std::int64_t col = 0, count = 0; col < cols; col += count) {
+      count = is_long(cols) ? piece(col, cols, kTileCols) : cols;
+      if (args.dtype == DType::kFloat64) {
+        add_tile<double>(args, {row, rows, col, count});
+      } else {
+        add_tile<float>(args, {row, rows, col, count});
+      }
+    }
+  }
+}
+
+}  // namespace fused_op::cpu::FUSED_OP_CPU_LEVEL

@@ -1,0 +1,164 @@
+// A forward whose rows end in 8 bits: forward_kernel of forward_rows.cuh with another end. The row
+// is there in registers as it is rounded; its largest magnitude, or that of each 128 columns, takes
+// one reduction more. Maxima are exact in any order. Compiled by nvcc and by NVRTC; torch-free.
+#pragma once
+
+#include "cuda/forward_rows.cuh"
+#include "cuda/quantize_pack.cuh"
+
+namespace fused_op::cuda {
+
+// A row of which a lane has the packs as they are rounded.
+template <typename As, typename Tile, typename Lane, typename Y>
+struct QuantizedRow {
+  static constexpr int N = Tile::kPack;
+  static constexpr int kVectors = Tile::kVectors;
+  // Of a block: neighbouring lanes, and packs of each.
+  static constexpr int kBlockPacks = Tile::kStep < kBlockCols ? kBlockCols / Tile::kStep : 1;
+  static constexpr int kBlockLanes = Tile::kStep < kBlockCols ? Tile::kLanes : kBlockCols / N;
+  static_assert(kWarpSize * N % kBlockCols == 0, "no block is in two warps");
+
+  const Quantization& to;
+  const ForwardPlace& place;
+  const Lane& lane;
+  const Pack<Y, N> (&packs)[kVectors];
+
+  __device__ __forceinline__ bool has(int i) const { return lane.template valid<N>(i) > 0; }
+  __device__ __forceinline__ std::uint32_t largest(int begin, int end) const {
+    std::uint32_t most = 0;
+#pragma unroll
+    for (int i = begin; i < end; ++i) {
+      const std::uint32_t with = largest_of_pack(packs[i], most);
+      most = has(i) ? with : most;
+    }
+    return most;
+  }
+  __device__ __forceinline__ void store(int i, const Scaler& scaler) const {
+    Byte* const row = static_cast<Byte*>(to.quantized) + place.row * lane.width;
+    Vectors::store_pack(lane, row, i, quantized_pack<As>(packs[i], scaler));
+  }
+  __device__ __forceinline__ Scale scale_from(float largest) const {
+    return scale_of(largest, As::rule(), DTypeOf<Y>::kValue);
+  }
+
+  // All threads of the row.
+  __device__ __forceinline__ float largest_of_row() const {
+    float most = largest_of_lanes<Y, Tile::kLanes>(largest(0, kVectors));
+    if (!Tile::kOneWarp && place.warps > 1) {
+      __shared__ std::uint32_t of_warps[kMaxRowWarps];
+      if (place.lane == 0) {
+        of_warps[place.warp] = __float_as_uint(most);
+      }
+      __syncthreads();
+      const std::uint32_t mine = place.lane < place.warps ? of_warps[place.lane] : 0;
+      most = largest_of_lanes<float, kWarpSize>(mine);
+    }
+    return most;
+  }
+  __device__ __forceinline__ void store_all(const Scale& scale) const {
+    const Scaler scaler = scaler_of<As>(scale);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      store(i, scaler);
+    }
+  }
+  __device__ __forceinline__ void store_blocks() const {
+#pragma unroll
+    for (int i = 0; i < kVectors; i += kBlockPacks) {
+      const int end = i + kBlockPacks < kVectors ? i + kBlockPacks : kVectors;
+      const Scale scale = scale_from(largest_of_lanes<Y, kBlockLanes>(largest(i, end)));
+      if (place.live && place.lane % kBlockLanes == 0 && has(i)) {
+        store_scale(to, place.row, lane.col(i) / kBlockCols, scale);
+      }
+      const Scaler scaler = scaler_of<As>(scale);
+#pragma unroll
+      for (int k = i; k < end; ++k) {
+        store(k, scaler);
+      }
+    }
+  }
+  __device__ __forceinline__ void run() const {
+    if constexpr (As::kScheme == Scheme::kTensor) {
+      store_all(given_scale(*to.given, As::rule()));
+    } else if constexpr (As::kScheme == Scheme::kToken) {
+      const Scale scale = scale_from(largest_of_row());
+      if (place.live && place.lane == 0 && place.warp == 0) {
+        store_scale(to, place.row, 0, scale);
+      }
+      store_all(scale);
+    } else {
+      store_blocks();
+    }
+  }
+};
+
+// ForwardOp with that end; As is a QuantizeAs.
+template <typename Op_, typename As>
+struct QuantizedOp : Op_ {
+  using Args = QuantizedForwardArgs;
+  using Norm = typename Op_::Norm;
+  using Access = typename Op_::Access;
+  using Epilogue = typename Op_::Epilogue;
+  using Row = typename Op_::Source::Row;
+  using A = Accumulator<Row>;
+  using Y = typename Epilogue::Output;
+  static_assert(Access::kWhole, "rows of whole packs");
+
+  template <typename Tile, typename Lane, typename Parameters, typename Beside, int N, int kVectors>
+  __device__ __forceinline__ static void write(const Args& args, const ForwardPlace& place,
+                                               const Lane& lane,
+                                               Parameters (&parameters)[Tile::kAhead],
+                                               const Beside& beside,
+                                               const Pack<Row, N> (&packs)[kVectors],
+                                               const Normalizer<A>& normalizer) {
+    Epilogue epilogue(args, place.row, lane);
+    Pack<Y, N> results[kVectors];
+    Y* const output = static_cast<Y*>(args.output.data) + place.row * lane.width;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      A values[N];
+      to_values(packs[i], values);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        values[j] = Norm::normalized(values[j], normalizer);
+      }
+      epilogue.template apply<Norm>(parameters[i % Tile::kAhead], beside, i, values);
+      results[i] = rounded<Y>(values);
+      if (args.output.data != nullptr) {
+        Access::store_pack(lane, output, i, results[i]);
+      }
+      if (i + Tile::kAhead < kVectors) {
+        const int next = i + Tile::kAhead;
+        parameters[i % Tile::kAhead] = Epilogue::template load<Norm, Access, N>(
+            args, Epilogue::first_parameter(args, place.row) + lane.col(next),
+            lane.template valid<N>(next));
+      }
+    }
+    QuantizedRow<As, Tile, Lane, Y>{args.to, place, lane, results}.run();
+  }
+
+  // The row takes the way of the others.
+  template <typename Tile>
+  __device__ __forceinline__ static void write_again(const Args& args,
+                                                     const Rescue<QuantizedOp, Tile, A>& rescue,
+                                                     const Normalizer<A>& normalizer) {
+    constexpr int N = Tile::kPack;
+    const ForwardPlace& place = rescue.place;
+    const Lane<Tile::kLanes, Tile::kStep, Tile::kSure, false> lane{
+        place.warp * Tile::kWarpCols + place.lane * N, rescue.width, place.live};
+    Pack<Row, N> packs[Tile::kVectors];
+    typename Op_::Source(args, place.row).template read<Access>(lane, packs);
+    typename Epilogue::template Beside<N, Tile::kVectors> beside;
+    Epilogue::template load_beside<Access>(args, place.row, lane, beside);
+    typename Epilogue::template Parameters<N> parameters[Tile::kAhead];
+#pragma unroll
+    for (int i = 0; i < Tile::kAhead; ++i) {
+      parameters[i] = Epilogue::template load<Norm, Access, N>(
+          args, Epilogue::first_parameter(args, place.row) + lane.col(i),
+          lane.template valid<N>(i));
+    }
+    write<Tile>(args, place, lane, parameters, beside, packs, normalizer);
+  }
+};
+
+}  // namespace fused_op::cuda

@@ -1,0 +1,380 @@
+// The modulated norms, norm(x)·(1 + scale) + shift, and those behind a gated residual: the norm
+// kernels with parameters that are an entry's (core/modulated.h).
+#include "modulated_norm.h"
+
+#include <cmath>
+
+#include "backend.h"
+#include "checks.h"
+#include "core/modulated_variant.h"
+#include "kernel_arguments.h"
+#include "variant.h"
+
+namespace fused_op {
+namespace {
+
+// How many rows of the input share an entry, or 0: its dimensions but the last are the input's
+// first ones, and then 1.
+std::int64_t rows_of_entry(const at::Tensor& entries, const at::Tensor& input) {
+  const std::int64_t leading = entries.dim() - 1;
+  if (leading < 0 || leading >= input.dim() || entries.size(-1) != input.size(-1)) {
+    return 0;
+  }
+  std::int64_t dim = 0;
+  while (dim < leading && entries.size(dim) == input.size(dim)) {
+    ++dim;
+  }
+  const at::IntArrayRef sizes = entries.sizes().slice(0, leading);
+  if (c10::multiply_integers(sizes.slice(dim)) != 1) {
+    return 0;
+  }
+  return c10::multiply_integers(input.sizes().slice(dim, input.dim() - 1 - dim));
+}
+
+std::int64_t check_entries(const char* op, const char* name, const at::Tensor& entries,
+                           const at::Tensor& input) {
+  check_rows(op, name, entries);
+  check_device(op, name, entries, input);
+  TORCH_CHECK((entries.scalar_type() == at::kDouble) == (input.scalar_type() == at::kDouble), op,
+              ": ", name, " of ", entries.scalar_type(), " does not fit input of ",
+              input.scalar_type(), ": both or none must be float64");
+  TORCH_CHECK(entries.dim() > 0, op, ": ", name,
+              " must have at least one dimension, got a 0-dim tensor");
+  const std::int64_t rows = rows_of_entry(entries, input);
+  TORCH_CHECK(rows > 0 || input.numel() == 0, op, ": the shape of ", name,
+              " must be the first dimensions of input, ", input.sizes(),
+              ", then ones, then the last dimension, got ", entries.sizes(),
+              ": expand or reshape it");
+  return rows;
+}
+
+// Everything but memory. Returns how many rows share an entry.
+std::int64_t check_tensors(const ModulatedCall& call) {
+  const auto& [op, norm, input, scale, shift, weight, bias, residual, gate] = call;
+  check_rows(op, "input", input);
+  const Shape shape = checked_shape(op, input, 1);
+  const std::int64_t rows = check_entries(op, "scale", scale, input);
+  const auto check_same = [&](const char* name, const at::Tensor& entries) {
+    TORCH_CHECK(check_entries(op, name, entries, input) == rows, op, ": ", name,
+                " must have entries for the same rows as scale, ", scale.sizes(), ", got ",
+                entries.sizes(), ": expand the smaller one");
+  };
+  if (shift) {
+    check_same("shift", *shift);
+  }
+  if (gate != nullptr) {
+    check_rows(op, "residual", *residual);
+    check_device(op, "residual", *residual, input);
+    check_same_shape(op, "residual", *residual, input);
+    TORCH_CHECK(residual->scalar_type() == input.scalar_type(), op,
+                ": residual must have the dtype of input, ", input.scalar_type(), ", got ",
+                residual->scalar_type());
+    check_same("gate", *gate);
+  }
+  const auto check_param = [&](const char* name, const OptionalTensor& param) {
+    check_param_kind(op, name, param, input);
+    check_param_shape(op, name, param, shape.normalized, input);
+  };
+  check_param("weight", weight);
+  check_param("bias", bias);
+  TORCH_CHECK(shape.rows < std::int64_t{1} << 31, op, ": there are more than 2^31 rows");
+  return rows;
+}
+
+void check_all_memory(const ModulatedCall& call) {
+  const auto check = [&](const char* name, const at::Tensor* tensor) {
+    if (tensor != nullptr && tensor->numel() > 0) {
+      check_memory(call.op, name, *tensor);
+    }
+  };
+  check("input", &call.input);
+  check("residual", call.residual);
+  check("gate", call.gate);
+  check("scale", &call.scale);
+  check("shift", call.shift ? &*call.shift : nullptr);
+  check("weight", call.weight ? &*call.weight : nullptr);
+  check("bias", call.bias ? &*call.bias : nullptr);
+}
+
+// Entries as kernels read them: one stride apart, and in `dtype`.
+Borrowed readable_entries(const at::Tensor& tensor, at::ScalarType dtype) {
+  if (tensor.scalar_type() != dtype) {
+    return Borrowed::owned(tensor.to(dtype, false, true, at::MemoryFormat::Contiguous));
+  }
+  const Shape shape(tensor, 1);
+  Borrowed readable = readable_rows(tensor, shape, {});
+  return const_rows(*readable, shape).split.inner == 0
+             ? std::move(readable)
+             : Borrowed::owned(tensor.clone(at::MemoryFormat::Contiguous));
+}
+
+}  // namespace
+
+at::ScalarType entry_dtype(const ModulatedCall& call) {
+  const at::ScalarType scale = call.scale.scalar_type();
+  return call.shift ? c10::promoteTypes(scale, call.shift->scalar_type()) : scale;
+}
+
+at::ScalarType param_dtype_of(const ModulatedCall& call) {
+  const at::ScalarType dtype = call.input.scalar_type();
+  const at::ScalarType param = call.weight ? call.weight->scalar_type()
+                               : call.bias ? call.bias->scalar_type()
+                                           : dtype;
+  return kernel_param_dtype(dtype, param, call.weight, call.bias, false);
+}
+
+at::ScalarType dtype_as_parameters(const at::Tensor& of, at::ScalarType dtype) {
+  const auto begin_at_words = [&](const at::Tensor& rows) {
+    const ConstRows found = const_rows(rows, Shape(rows, 1));
+    return reinterpret_cast<std::uintptr_t>(found.data) % 4 == 0 && found.stride % 2 == 0;
+  };
+  return c10::elementSize(dtype) > 2 ||
+                 (of.size(-1) % 2 == 0 && begin_at_words(*readable_entries(of, dtype)))
+             ? dtype
+             : at::kFloat;
+}
+
+ReadableModulation::ReadableModulation(const ModulatedCall& call, std::int64_t rows_each,
+                                       const Shape& shape)
+    : ReadableModulation(call.scale, entry_dtype(call), rows_each, shape) {
+  if (call.shift) {
+    shift = readable_entries(*call.shift, entry_dtype(call));
+    made.shift = found(*shift, shape);
+  }
+  if (call.gate != nullptr) {
+    gate = readable_entries(*call.gate, call.gate->scalar_type());
+    made.gate = found(*gate, shape);
+  }
+}
+ReadableModulation::ReadableModulation(const at::Tensor& of, at::ScalarType dtype,
+                                       std::int64_t rows_each, const Shape& shape)
+    : scale(readable_entries(of, dtype)) {
+  made.rows_each = rows_each;
+  made.scale = found(*scale, shape);
+  made.shift.dtype = made.scale.dtype;
+}
+ConstRows ReadableModulation::found(const at::Tensor& readable, const Shape& shape) const {
+  const std::int64_t stride = const_rows(readable, Shape(readable, 1)).stride;
+  return entries(readable.const_data_ptr(), to_dtype(readable.scalar_type()), stride,
+                 made.rows_each, shape.rows);
+}
+
+namespace {
+
+struct ModulatedResults {
+  at::Tensor output, sum, stats;
+};
+
+ModulatedResults forward(const ModulatedCall& call, double eps, bool save_stats) {
+  TORCH_CHECK_VALUE(std::isfinite(eps), call.op, ": eps must be finite, got ", eps);
+  const std::int64_t rows_each = check_tensors(call);
+  const at::Tensor& input = call.input;
+  const Shape shape(input, 1);
+  const at::ScalarType dtype = input.scalar_type();
+  const at::Device device = input.device();
+  ModulatedResults results{backend::empty(input.sizes(), dtype, device), {}, {}};
+  if (call.gate != nullptr) {
+    results.sum = backend::empty(input.sizes(), dtype, device);
+  }
+  if (save_stats) {
+    results.stats = backend::empty({stats_rows(call.norm), shape.rows}, stats_dtype(dtype), device);
+  }
+  if (shape.empty()) {
+    if (save_stats) {
+      results.stats.zero_();
+    }
+    return results;
+  }
+  check_all_memory(call);
+  const Borrowed rows = readable_rows(input, shape, {});
+  const Borrowed residual =
+      call.gate != nullptr ? readable_rows(*call.residual, shape, {}) : Borrowed();
+  const at::ScalarType param_dtype = param_dtype_of(call);
+  const Parameters parameters(call.weight, call.bias, false, param_dtype);
+  const ReadableModulation modulation(call, rows_each, shape);
+
+  ModulatedForwardArgs args;
+  args.kind = call.norm;
+  args.dtype = to_dtype(dtype);
+  args.param_dtype = to_dtype(param_dtype);
+  args.rows = shape.rows;
+  args.cols = shape.cols;
+  args.input = const_rows(*rows, shape);
+  if (call.gate != nullptr) {
+    args.residual = const_rows(*residual, shape);
+    args.sum = pointer(results.sum);
+  }
+  args.weight = const_pointer(*parameters.weight);
+  args.bias = const_pointer(*parameters.bias);
+  args.output = {pointer(results.output), args.dtype};
+  args.stats = pointer(results.stats);
+  args.eps = eps;
+  args.modulation = modulation.made;
+  const ModulatedVariant variant(args);
+  backend::norm_forward(args, device, &variant);
+  return results;
+}
+
+// As ModulatedGrads has them.
+struct ModulatedWanted {
+  bool input, residual, gate, scale, shift, weight, bias;
+};
+
+ModulatedGrads backward(const ModulatedCall& call, const at::Tensor& grad_output,
+                        const OptionalTensor& grad_sum, const at::Tensor& x,
+                        const at::Tensor& stats, const ModulatedWanted& wanted) {
+  const auto& [op, norm, input, scale, shift, weight, bias, residual, gate] = call;
+  const std::int64_t rows_each = check_tensors(call);
+  const auto check = [&](const char* name, const at::Tensor& rows) {
+    check_rows(op, name, rows);
+    check_device(op, name, rows, input);
+    check_same_shape(op, name, rows, input);
+    TORCH_CHECK(rows.scalar_type() == input.scalar_type(), op, ": ", name,
+                " must have the dtype of input, ", input.scalar_type(), ", got ",
+                rows.scalar_type());
+    if (rows.numel() > 0) {
+      check_memory(op, name, rows);
+    }
+  };
+  check("grad_output", grad_output);
+  check("sum", x);
+  if (grad_sum) {
+    check("grad_sum", *grad_sum);
+  }
+  const Shape shape(input, 1);
+  check_stats(op, stats, norm, input, shape.rows);
+  const auto empty = [&](bool is_wanted, at::IntArrayRef sizes, at::ScalarType dtype) {
+    return is_wanted ? backend::empty(sizes, dtype, input.device()) : at::Tensor();
+  };
+  const at::ScalarType dtype = input.scalar_type();
+  const at::ScalarType params = param_dtype_of(call);
+  ModulatedGrads grads;
+  grads.input = empty(wanted.input, input.sizes(), dtype);
+  // The gate's gradients are made of that of the residual.
+  grads.residual = empty(gate != nullptr && (wanted.residual || wanted.input || wanted.gate),
+                         input.sizes(), dtype);
+  if (wanted.gate) {
+    grads.gate = empty(true, gate->sizes(), gate->scalar_type());
+  }
+  grads.scale = empty(wanted.scale, scale.sizes(), entry_dtype(call));
+  grads.shift =
+      empty(wanted.shift, wanted.shift ? shift->sizes() : scale.sizes(), entry_dtype(call));
+  grads.weight = empty(wanted.weight, shape.normalized, params);
+  grads.bias = empty(wanted.bias, shape.normalized, params);
+  if (shape.empty()) {
+    for (at::Tensor* grad : {&grads.gate, &grads.scale, &grads.shift, &grads.weight, &grads.bias}) {
+      if (grad->defined()) {
+        grad->zero_();
+      }
+    }
+  } else {
+    check_all_memory(call);
+    check_memory(op, "stats", stats);
+    run_backward({call, rows_each, grad_output, grad_sum, x, stats}, grads);
+  }
+  const auto give = [&](at::Tensor& grad, const OptionalTensor& of) {
+    if (!grad.defined()) {
+      grad = nothing_like(input);
+    } else if (of && grad.scalar_type() != of->scalar_type()) {
+      grad = grad.to(of->scalar_type());
+    }
+  };
+  give(grads.scale, scale);
+  give(grads.shift, shift);
+  give(grads.weight, weight);
+  give(grads.bias, bias);
+  for (at::Tensor* grad : {&grads.input, &grads.residual, &grads.gate}) {
+    give(*grad, std::nullopt);
+  }
+  return grads;
+}
+
+NormKind checked_norm(std::string_view norm, const OptionalTensor& bias) {
+  const NormKind kind = parse_norm(norm);
+  TORCH_CHECK(kind == NormKind::kLayerNorm || !bias, "fused_op: rms_norm has no bias");
+  return kind;
+}
+const char* modulated_name(NormKind norm) {
+  return norm == NormKind::kLayerNorm ? "fused_modulated_layer_norm" : "fused_modulated_rms_norm";
+}
+const char* gated_name(NormKind norm) {
+  return norm == NormKind::kLayerNorm ? "fused_gated_add_layer_norm" : "fused_gated_add_rms_norm";
+}
+
+std::tuple<at::Tensor, at::Tensor> modulated_norm_forward(
+    const at::Tensor& input, const at::Tensor& scale, const OptionalTensor& shift,
+    const OptionalTensor& weight, const OptionalTensor& bias, std::string_view norm, double eps,
+    bool save_stats) {
+  const NormKind kind = checked_norm(norm, bias);
+  const auto results =
+      forward({modulated_name(kind), kind, input, scale, shift, weight, bias}, eps, save_stats);
+  return {results.output, save_stats ? results.stats : nothing_like(input)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> modulated_norm_backward(
+    const at::Tensor& grad_output, const at::Tensor& input, const at::Tensor& scale,
+    const OptionalTensor& shift, const OptionalTensor& weight, const OptionalTensor& bias,
+    const at::Tensor& stats, std::string_view norm, std::array<bool, 5> wanted) {
+  const NormKind kind = checked_norm(norm, bias);
+  auto grads = backward({modulated_name(kind), kind, input, scale, shift, weight, bias},
+                        grad_output, std::nullopt, input, stats,
+                        {wanted[0], false, false, wanted[1], wanted[2], wanted[3], wanted[4]});
+  return {grads.input, grads.scale, grads.shift, grads.weight, grads.bias};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_add_norm_forward(
+    const at::Tensor& input, const at::Tensor& residual, const at::Tensor& gate,
+    const at::Tensor& scale, const OptionalTensor& shift, const OptionalTensor& weight,
+    const OptionalTensor& bias, std::string_view norm, double eps, bool save_stats) {
+  const NormKind kind = checked_norm(norm, bias);
+  const auto results =
+      forward({gated_name(kind), kind, input, scale, shift, weight, bias, &residual, &gate}, eps,
+              save_stats);
+  return {results.output, results.sum, save_stats ? results.stats : nothing_like(input)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
+gated_add_norm_backward(const at::Tensor& grad_output, const OptionalTensor& grad_sum,
+                        const at::Tensor& input, const at::Tensor& residual, const at::Tensor& gate,
+                        const at::Tensor& scale, const OptionalTensor& shift,
+                        const OptionalTensor& weight, const OptionalTensor& bias,
+                        const at::Tensor& sum, const at::Tensor& stats, std::string_view norm,
+                        std::array<bool, 7> wanted) {
+  const NormKind kind = checked_norm(norm, bias);
+  auto grads =
+      backward({gated_name(kind), kind, input, scale, shift, weight, bias, &residual, &gate},
+               grad_output, grad_sum, sum, stats,
+               {wanted[0], wanted[1], wanted[2], wanted[3], wanted[4], wanted[5], wanted[6]});
+  return {grads.input, grads.residual, grads.gate, grads.scale,
+          grads.shift, grads.weight,   grads.bias};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fused_op, m) {
+  register_op(m,
+              "modulated_norm_forward(Tensor input, Tensor scale, Tensor? shift, Tensor? weight, "
+              "Tensor? bias, str norm, float eps, bool save_stats) -> (Tensor output, Tensor "
+              "stats)",
+              &modulated_norm_forward);
+  register_op(m,
+              "modulated_norm_backward(Tensor grad_output, Tensor input, Tensor scale, Tensor? "
+              "shift, Tensor? weight, Tensor? bias, Tensor stats, str norm, bool[5] wanted) -> "
+              "(Tensor grad_input, Tensor grad_scale, Tensor grad_shift, Tensor grad_weight, "
+              "Tensor grad_bias)",
+              &modulated_norm_backward);
+  register_op(m,
+              "gated_add_norm_forward(Tensor input, Tensor residual, Tensor gate, Tensor scale, "
+              "Tensor? shift, Tensor? weight, Tensor? bias, str norm, float eps, bool save_stats) "
+              "-> (Tensor output, Tensor sum, Tensor stats)",
+              &gated_add_norm_forward);
+  register_op(m,
+              "gated_add_norm_backward(Tensor grad_output, Tensor? grad_sum, Tensor input, Tensor "
+              "residual, Tensor gate, Tensor scale, Tensor? shift, Tensor? weight, Tensor? bias, "
+              "Tensor sum, Tensor stats, str norm, bool[7] wanted) -> (Tensor grad_input, Tensor "
+              "grad_residual, Tensor grad_gate, Tensor grad_scale, Tensor grad_shift, Tensor "
+              "grad_weight, Tensor grad_bias)",
+              &gated_add_norm_backward);
+}
+
+}  // namespace fused_op

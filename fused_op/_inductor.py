@@ -1,0 +1,84 @@
+"""Passes of this package in the documented slots of ``torch._inductor.config``.
+
+A slot holds one pass. ``install`` puts ours behind what a user has put there, and a ``Slot`` takes
+it out again. Each pass has a ``uuid``, by which Inductor's caches keep what was compiled with it
+apart from what was not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+import fused_op_cuda
+
+GraphPass = Callable[[fx.Graph], None]
+
+
+def install(name: str, ours: GraphPass, version: str) -> Slot:
+    """Run ``ours`` in the slot ``torch._inductor.config.<name>``, after what is there already.
+
+    Args:
+        name: of the slot.
+        ours: changes a graph in place.
+        version: of what ``ours`` does: other graphs need another.
+
+    Raises:
+        RuntimeError: this version of torch has no such slot.
+    """
+    import torch._inductor.config as config  # slow to import, and few need it
+
+    if not hasattr(config, name):
+        raise RuntimeError(f"fused_op: this torch has no torch._inductor.config.{name}")
+    return Slot(config, name, ours, version)
+
+
+class Slot:
+    """A pass of ours in a slot, until ``remove``."""
+
+    def __init__(self, config: Any, name: str, ours: GraphPass, version: str) -> None:
+        """See :func:`install`."""
+        self._config, self._name = config, name
+        self._before = getattr(config, name)
+        self._pass = _behind(self._before, ours, version)
+        setattr(config, name, self._pass)
+
+    def remove(self) -> None:
+        """Take the pass out. Where another one has been put around it since, it does nothing."""
+        self._pass.is_on = False
+        if getattr(self._config, self._name) is self._pass:
+            setattr(self._config, self._name, self._before)
+
+
+def _behind(before: Any, ours: GraphPass, version: str) -> Any:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    others = [] if before is None else before if isinstance(before, (list, tuple)) else [before]
+
+    class Pass(CustomGraphPass):
+        is_on = True
+
+        def __call__(self, graph: fx.Graph) -> None:
+            for other in others:
+                other(graph)
+            if self.is_on:
+                ours(graph)
+
+        def uuid(self) -> Any:
+            """None, which turns Inductor's caches off, if another pass has none."""
+            ids = [getattr(other, "uuid", lambda: None)() for other in others]
+            return None if None in ids else (version, self.is_on, *ids)
+
+    return Pass()
+
+
+def version_of(*files: str) -> str:
+    """Another one after each change of these files, or of the ops that their graphs call."""
+    digest = hashlib.sha256(fused_op_cuda.build_info()["source_hash"].encode())
+    for file in files:
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,377 @@
+"""The modulated norms (AdaLN), and the gated residual before them: ``csrc/modulated_norm.cpp``.
+
+scale, shift and gate have entries: one row for each sample, each frame, each token, or one for all,
+which neighbouring rows of the input share. ``csrc/core/modulated.h`` has the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from . import reference
+from ._arguments import as_float, check_eps, check_parameter, check_rows, check_tensor
+from ._options import Norm, compute_dtype, machine_eps
+from ._variant import Ops, Variant
+
+
+def fused_modulated_layer_norm(
+    input: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Layer norm that a condition modulates: ``layer_norm(input) * (1 + scale) + shift``.
+
+    That is AdaLN, the norm of diffusion transformers (DiT, Stable Diffusion 3, Flux, Wan).
+
+    Args:
+        input: ``[..., cols]``, float16, bfloat16, float32 or float64, on CPU or CUDA. Rows may be
+            strided; any other layout is copied once.
+        scale: rows that rows of ``input`` share: its dimensions are the first ones of ``input``,
+            then ones, then ``cols``. Beside ``input`` of ``[B, F, S, cols]`` that is ``[cols]``,
+            ``[B, cols]``, ``[B, 1, 1, cols]``, ``[B, F, cols]``, ``[B, F, 1, cols]`` or the shape
+            of ``input``. Ones at the end may be left out. Any of the dtypes beside one that is not
+            float64. A chunk of a wider projection is read where it is.
+        shift: like ``scale``, with entries for the same rows; ``None`` means 0. Where the two
+            differ in dtype, both are converted.
+        weight: ``[cols]``, of the layer norm; ``None`` means 1. Fast in the dtype of ``input``, or
+            in float32 beside a 16-bit ``input``.
+        bias: like ``weight``; ``None`` means 0.
+        eps: added to the variance before the root; finite.
+
+    Returns:
+        A contiguous tensor of the shape and dtype of ``input``. The arithmetic is in float32
+        (float64 for float64), 1 is added there, and the result is rounded once. Gradients of
+        ``scale`` and ``shift`` are summed over the rows that share an entry, in a fixed order.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
+        TypeError: an argument is of the wrong kind.
+        ValueError: ``eps`` is NaN or infinite.
+
+    Source: Peebles and Xie 2023 (https://arxiv.org/abs/2212.09748), its ``modulate``.
+    """
+    tensors = input, scale, shift, weight, bias
+    if has_torch_function(tensors):
+        return handle_torch_function(fused_modulated_layer_norm, tensors, *tensors, eps)
+    return _modulated("layer_norm", tensors, eps)
+
+
+def fused_modulated_rms_norm(
+    input: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """RMS norm that a condition modulates: ``rms_norm(input) * (1 + scale) + shift``.
+
+    Arguments, results and errors are those of :func:`fused_op.fused_modulated_layer_norm`, without
+    a bias. ``eps=None``: the machine epsilon of the arithmetic, as in
+    ``torch.nn.functional.rms_norm``.
+    """
+    tensors = input, scale, shift, weight
+    if has_torch_function(tensors):
+        return handle_torch_function(fused_modulated_rms_norm, tensors, *tensors, eps)
+    return _modulated("rms_norm", (*tensors, None), eps)
+
+
+def fused_gated_add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """Modulated layer norm of ``residual + gate * input``, and that sum as the new residual.
+
+    That is what stands between two branches of a diffusion transformer: the end of one, and the
+    beginning of the next.
+
+    Args:
+        input: the output of a branch, as in :func:`fused_op.fused_modulated_layer_norm`.
+        residual: shape, dtype and device of ``input``.
+        gate: like ``scale``, with entries for the same rows.
+        scale: as in :func:`fused_op.fused_modulated_layer_norm`.
+        shift: as there.
+        weight: as there.
+        bias: as there.
+        eps: as there.
+
+    Returns:
+        ``(output, residual)``, both like ``input`` and contiguous. The sum is made in float32
+        (float64 for float64) and rounded once; what is normalised is the rounded sum.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: as in :func:`fused_op.fused_modulated_layer_norm`.
+    """
+    tensors = input, residual, gate, scale, shift, weight, bias
+    if has_torch_function(tensors):
+        return handle_torch_function(fused_gated_add_layer_norm, tensors, *tensors, eps)
+    return _gated_add("layer_norm", tensors, eps)
+
+
+def fused_gated_add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Modulated RMS norm of ``residual + gate * input``, and that sum as the new residual.
+
+    Arguments, results and errors are those of :func:`fused_op.fused_gated_add_layer_norm`, without
+    a bias; ``eps`` is as in :func:`fused_op.fused_modulated_rms_norm`.
+    """
+    tensors = input, residual, gate, scale, shift, weight
+    if has_torch_function(tensors):
+        return handle_torch_function(fused_gated_add_rms_norm, tensors, *tensors, eps)
+    return _gated_add("rms_norm", (*tensors, None), eps)
+
+
+def _modulated(norm: Norm, tensors: Any, eps: Any) -> Tensor:
+    op = f"fused_modulated_{norm}"
+    input, scale, *_ = tensors
+    check_tensor(op, "input", input)
+    check_tensor(op, "scale", scale)
+    eps = machine_eps(input) if eps is None and norm == "rms_norm" else as_float(op, "eps", eps)
+    output: Tensor = _MODULATED_NORM(tensors, (norm, eps))
+    return output
+
+
+def _gated_add(norm: Norm, tensors: Any, eps: Any) -> tuple[Tensor, Tensor]:
+    op = f"fused_gated_add_{norm}"
+    for name, tensor in zip(("input", "residual", "gate", "scale"), tensors, strict=False):
+        check_tensor(op, name, tensor)
+    input = tensors[0]
+    eps = machine_eps(input) if eps is None and norm == "rms_norm" else as_float(op, "eps", eps)
+    outputs: tuple[Tensor, Tensor] = _GATED_ADD_NORM(tensors, (norm, eps))
+    return outputs
+
+
+def _modulated_forward(tensors: Any, options: Any, save: bool) -> tuple[Tensor, Tensor]:
+    results: tuple[Tensor, Tensor]
+    results = torch.ops.fused_op.modulated_norm_forward.default(*tensors, *options, save)
+    return results
+
+
+def _modulated_backward(grads: Any, tensors: Any, stats: Tensor, options: Any, wanted: Any) -> Any:
+    (grad_output,), (input, _, shift, *_) = grads, tensors
+    norm, _ = options
+    asked = list(wanted)
+    is_own = _has_own_entries(shift, input)
+    asked[2] = wanted[2] and not is_own
+    found = [None] * len(asked)
+    if any(asked):
+        op = torch.ops.fused_op.modulated_norm_backward.default
+        found = list(op(*grads, *tensors, stats, norm, asked))
+    if wanted[2] and is_own:
+        found[2] = grad_output.to(shift.dtype).reshape(shift.shape)
+    return tuple(grad if w else None for grad, w in zip(found, wanted, strict=True))
+
+
+def _has_own_entries(shift: Tensor | None, input: Tensor) -> bool:
+    """Whether each row has an entry: the gradient of such a shift is that of the output."""
+    return shift is not None and shift.numel() == input.numel()
+
+
+def _gated_forward(
+    tensors: Any, options: Any, save: bool
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    output, sum, stats = torch.ops.fused_op.gated_add_norm_forward.default(*tensors, *options, save)
+    return (output, sum), (sum, stats)
+
+
+def _gated_backward(grads: Any, tensors: Any, saved: Any, options: Any, wanted: Any) -> Any:
+    (grad_output, grad_sum), (sum, stats) = grads, saved
+    input, _, _, _, shift, *_ = tensors
+    if grad_output is None:  # nothing was computed from the output
+        grad_output = torch.zeros_like(sum)
+    asked = list(wanted)
+    is_own = _has_own_entries(shift, input)
+    asked[4] = wanted[4] and not is_own
+    found = list(
+        torch.ops.fused_op.gated_add_norm_backward.default(
+            grad_output, grad_sum, *tensors, sum, stats, options[0], asked
+        )
+    )
+    if wanted[4] and is_own:
+        found[4] = grad_output.to(shift.dtype).reshape(shift.shape)
+    return tuple(grad if w else None for grad, w in zip(found, wanted, strict=True))
+
+
+def _modulated_formula(
+    input: Tensor,
+    scale: Tensor,
+    shift: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+    eps: float,
+) -> Tensor:
+    return reference.modulated(norm, input, scale, shift, weight, bias, eps)
+
+
+def _gated_formula(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor,
+    scale: Tensor,
+    shift: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    sum = reference.gated_sum(input, residual, gate)
+    return reference.modulated(norm, sum, scale, shift, weight, bias, eps), sum
+
+
+def _check_modulated(
+    input: Tensor,
+    scale: Tensor,
+    shift: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+    eps: float,
+    op: str = "",
+) -> None:
+    op = op or f"fused_modulated_{norm}"
+    check_eps(op, eps)
+    check_rows(op, "input", input)
+    rows = _check_entries(op, "scale", scale, input)
+    if shift is not None:
+        _check_same_entries(op, "shift", shift, input, scale, rows)
+    check_parameter(op, "weight", weight, input.shape[-1])
+    check_parameter(op, "bias", bias, input.shape[-1])
+
+
+def _check_gated(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor,
+    scale: Tensor,
+    shift: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+    eps: float,
+) -> None:
+    op = f"fused_gated_add_{norm}"
+    _check_modulated(input, scale, shift, weight, bias, norm, eps, op)
+    check_rows(op, "residual", residual)
+    if residual.shape != input.shape:
+        raise RuntimeError(
+            f"{op}: residual must have the shape of input, {list(input.shape)}, "
+            f"got {list(residual.shape)}"
+        )
+    if residual.dtype != input.dtype:
+        raise RuntimeError(
+            f"{op}: residual must have the dtype of input, {input.dtype}, got {residual.dtype}"
+        )
+    rows = _check_entries(op, "scale", scale, input)
+    _check_same_entries(op, "gate", gate, input, scale, rows)
+
+
+def _check_entries(op: str, name: str, entries: Tensor, input: Tensor) -> int:
+    """How many rows of input share an entry; 0 if input is empty."""
+    check_rows(op, name, entries)
+    if (entries.dtype == torch.float64) != (input.dtype == torch.float64):
+        raise RuntimeError(
+            f"{op}: {name} of {entries.dtype} does not fit input of {input.dtype}: both or none "
+            "must be float64"
+        )
+    dim, leading = 0, entries.dim() - 1
+    fits = leading < input.dim() and entries.shape[-1] == input.shape[-1]
+    while fits and dim < leading and entries.shape[dim] == input.shape[dim]:
+        dim += 1
+    if not fits or any(size != 1 for size in entries.shape[dim:-1]):
+        raise RuntimeError(
+            f"{op}: the shape of {name} must be the first dimensions of input, "
+            f"{list(input.shape)}, then ones, then the last dimension, got "
+            f"{list(entries.shape)}: expand or reshape it"
+        )
+    return math.prod(input.shape[dim:-1])
+
+
+def _check_same_entries(
+    op: str, name: str, entries: Tensor, input: Tensor, scale: Tensor, rows: int
+) -> None:
+    if _check_entries(op, name, entries, input) != rows:
+        raise RuntimeError(
+            f"{op}: {name} must have entries for the same rows as scale, {list(scale.shape)}, got "
+            f"{list(entries.shape)}: expand the smaller one"
+        )
+
+
+def _empty_stats(input: Tensor, norm: str) -> Tensor:
+    stats = 2 if norm == "layer_norm" else 1
+    return input.new_empty((stats, math.prod(input.shape[:-1])), dtype=compute_dtype(input))
+
+
+def _fake_modulated_forward(
+    input: Tensor, scale: Tensor, shift: Any, weight: Any, bias: Any, norm: Any, eps: float,
+    save_stats: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check_modulated(input, scale, shift, weight, bias, norm, eps)
+    stats = _empty_stats(input, norm) if save_stats else input.new_empty(0)
+    return input.new_empty(input.shape), stats
+
+
+def _fake_gated_forward(
+    input: Tensor, residual: Tensor, gate: Tensor, scale: Tensor, shift: Any, weight: Any,
+    bias: Any, norm: Any, eps: float, save_stats: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_gated(input, residual, gate, scale, shift, weight, bias, norm, eps)
+    stats = _empty_stats(input, norm) if save_stats else input.new_empty(0)
+    return input.new_empty(input.shape), input.new_empty(input.shape), stats
+
+
+def _empty_grads(tensors: Any, wanted: list[bool]) -> tuple[Tensor, ...]:
+    return tuple(
+        t.new_empty(t.shape) if w else tensors[0].new_empty(0)
+        for t, w in zip(tensors, wanted, strict=True)
+    )
+
+
+def _fake_modulated_backward(
+    grad_output: Tensor, input: Tensor, scale: Tensor, shift: Any, weight: Any, bias: Any,
+    stats: Tensor, norm: str, wanted: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _empty_grads((input, scale, shift, weight, bias), wanted)
+
+
+def _fake_gated_backward(
+    grad_output: Tensor, grad_sum: Any, input: Tensor, residual: Tensor, gate: Tensor,
+    scale: Tensor, shift: Any, weight: Any, bias: Any, sum: Tensor, stats: Tensor, norm: str,
+    wanted: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    tensors = input, residual, gate, scale, shift, weight, bias
+    made = list(_empty_grads(tensors, wanted))
+    if wanted[0] or wanted[2]:  # which are made of it
+        made[1] = input.new_empty(input.shape)
+    return tuple(made)
+
+
+torch.library.register_fake("fused_op::modulated_norm_forward", _fake_modulated_forward)
+torch.library.register_fake("fused_op::modulated_norm_backward", _fake_modulated_backward)
+torch.library.register_fake("fused_op::gated_add_norm_forward", _fake_gated_forward)
+torch.library.register_fake("fused_op::gated_add_norm_backward", _fake_gated_backward)
+
+_MODULATED_NORM = Variant(
+    Ops(_modulated_forward, _modulated_backward, _modulated_formula, _check_modulated)
+)
+_GATED_ADD_NORM = Variant(Ops(_gated_forward, _gated_backward, _gated_formula, _check_gated))

@@ -1,0 +1,193 @@
+"""For a block of any library, a subclass of it whose forward adds residuals inside of its norms.
+
+``_rewrite.py`` makes that forward, and proves it; ``add_norm`` and ``norm_add_norm`` are what it
+calls.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+from torch.nn.modules import module as global_hooks
+
+from ._fused_class import Formula, is_fused
+from ._post_add_pre_rms_norm import fused_post_add_pre_rms_norm
+from ._probe import Refusal
+from ._rewrite import BOTH, HELPER, rewritten
+from .functional import fused_add_layer_norm, fused_add_rms_norm
+from .modules import CONVERTED, FusedLayerNorm, FusedRMSNorm
+
+# Elements from which one call of two norms pays outside of compiled code: it takes the host some 40
+# us longer than two calls, and a GPU then has work for longer.
+MANY = 1 << 22
+
+
+class Residual(NamedTuple):
+    """A module with norms of its own, and what happened to the additions before them."""
+
+    name: str
+    type_name: str
+    additions: int
+    """How many of them are done by the norms now."""
+    reason: str
+    """Why there is none; empty if there are some."""
+
+
+def fuse_residuals(model: nn.Module) -> tuple[Residual, ...]:
+    """Give each block of a converted model, whose forward allows it, one that adds in its norms."""
+    found = []
+    for name, module in model.named_modules():
+        norms = {
+            n
+            for n, child in module.named_children()
+            if CONVERTED in child.__dict__ and not hasattr(type(child), HELPER)
+        }
+        if not norms or hasattr(type(module), HELPER):
+            continue
+        before = type(module)
+        try:
+            if "forward" in module.__dict__:
+                raise Refusal("its forward is replaced on the instance")
+            after, additions = block_class(cast(Any, before), frozenset(norms))
+        except Refusal as refusal:
+            found.append(Residual(name, before.__name__, 0, str(refusal)))
+            continue
+        module.__dict__[CONVERTED] = before
+        module.__class__ = after
+        found.append(Residual(name, before.__name__, additions, ""))
+    return tuple(found)
+
+
+def add_norm(norm: Any, left: Any, right: Any) -> tuple[Any, Any]:
+    """``norm(left + right)`` and the sum, in one kernel where the norm can be asked for that.
+
+    Otherwise by the norm's own call: where it has hooks, or has another class by now, or the
+    operands would be broadcast or converted.
+    """
+    parameters = norm.__dict__["_parameters"]  # faster than attributes of a module
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if _takes_sum(norm, weight, bias, left, right):
+        weight, shape, eps, zero_centered, rounding = _arguments_of(norm)
+        options: dict[str, Any] = {
+            "normalized_shape": shape,
+            "zero_centered": zero_centered,
+            "rounding": rounding,
+        }
+        if _formula_of(cast(Any, type(norm))).norm == "layer_norm":
+            return fused_add_layer_norm(left, right, weight, bias, eps, **options)
+        return fused_add_rms_norm(left, right, weight, eps, **options)
+    sum = left + right
+    return norm(sum), sum
+
+
+def norm_add_norm(post: Any, pre: Any, branch: Any, residual: Any) -> tuple[Any, Any]:
+    """``pre(residual + post(branch))`` and the sum, likewise, where both norms in one call pay."""
+    if (is_dynamo_compiling() or (type(branch) is Tensor and branch.numel() >= MANY)) and all(
+        _takes_sum(norm, norm.__dict__["_parameters"].get("weight"), None, branch, residual)
+        and _formula_of(cast(Any, type(norm))).norm == "rms_norm"
+        for norm in (post, pre)
+    ):
+        (post_weight, *options), (pre_weight, *others) = map(_arguments_of, (post, pre))
+        shape, eps, zero_centered, rounding = options
+        weights = [w for w in (post_weight, pre_weight) if w is not None]
+        if options == others and all(
+            each in (None, branch.shape[-1:]) for each in (shape, *(w.shape for w in weights))
+        ):
+            return fused_post_add_pre_rms_norm(
+                *(branch, residual, post_weight, pre_weight, eps),
+                zero_centered=zero_centered,
+                rounding=rounding,
+            )
+    return add_norm(pre, residual, post(branch))
+
+
+def _takes_sum(norm: Any, weight: Any, bias: Any, left: Any, right: Any) -> bool:
+    return (
+        type(left) is Tensor
+        and type(right) is Tensor
+        and left.dtype is right.dtype
+        and (weight is None or weight.dtype is left.dtype)
+        and (bias is None or bias.dtype is left.dtype)
+        and left.shape == right.shape
+        and is_fused(type(norm))
+        and not _is_hooked(norm.__dict__)
+    )
+
+
+@functools.cache
+def _formula_of(cls: Any) -> Formula:
+    if cls in (FusedLayerNorm, FusedRMSNorm):
+        return Formula("layer_norm" if cls is FusedLayerNorm else "rms_norm", "weight", "eps")
+    return Formula(*cls._fused_recipe[1:])
+
+
+def _arguments_of(norm: Any) -> tuple[Any, ...]:
+    """Of a fused module: weight, normalized_shape, eps, zero_centered and rounding."""
+    formula = _formula_of(cast(Any, type(norm)))
+    state = norm.__dict__
+    weight = state["_parameters"].get("weight")
+    if formula.factor == "1":
+        weight = None
+    elif formula.factor == "rounded 1 + weight" and weight is not None:
+        weight = weight + 1
+    rounding = state.get("rounding", formula.rounding)
+    zero_centered = formula.factor == "1 + weight"
+    return weight, state.get("normalized_shape"), formula.eps_of(norm), zero_centered, rounding
+
+
+def _is_hooked(state: dict[str, Any]) -> bool:
+    """Whether a call of the norm is more than its forward."""
+    return bool(
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or "forward" in state
+        or state.get("_compiled_call_impl")
+        or global_hooks._global_forward_hooks
+        or global_hooks._global_forward_pre_hooks
+        or global_hooks._global_backward_hooks
+        or global_hooks._global_backward_pre_hooks
+    )
+
+
+@functools.cache
+def block_class(original: Any, norms: frozenset[str]) -> tuple[type[nn.Module], int]:
+    """The class for a block with norms of these names, and how many additions it fuses.
+
+    Raises:
+        Refusal: there is none.
+    """
+    forward, additions = rewritten(original.forward, norms)
+
+    def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
+        make, args, *state = original.__reduce_ex__(self, protocol)
+        make, *args = (original if part is cls else part for part in (make, *args))
+        return _restore, (original, norms, make, tuple(args)), *state
+
+    members = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_fused_recipe": (original, norms),
+        "__reduce_ex__": reduce_ex,
+        "forward": forward,
+        HELPER: staticmethod(add_norm),
+        BOTH: staticmethod(norm_add_norm),
+    }
+    # Under the name of the original: libraries look for the blocks of a model by it.
+    try:
+        cls = type(original.__name__, (original,), members)
+    except Exception as error:  # of its metaclass or __init_subclass__
+        raise Refusal(f"its class refuses a subclass: {type(error).__name__}: {error}") from error
+    return cls, additions
+
+
+def _restore(original: Any, norms: frozenset[str], make: Any, args: Any) -> Any:
+    """Unpickle: an instance as the original class makes it, in the class that it was given."""
+    module = make(*args)
+    module.__class__, _ = block_class(original, norms)
+    return module

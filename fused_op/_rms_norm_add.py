@@ -1,0 +1,187 @@
+"""Post-norm and addition: ``csrc/post_add_pre_rms_norm.cpp`` is its other half.
+
+Whatever the kernel cannot do here ``fused_rms_norm`` and an addition do: the bits are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from . import reference
+from ._arguments import (
+    as_float,
+    check_bools,
+    check_eps,
+    check_options,
+    check_parameter,
+    check_residual,
+    check_rounding,
+    check_rows,
+    check_tensor,
+)
+from ._options import BackwardOptions, Rounding, compute_dtype, machine_eps
+from ._routes import run_backward
+from ._variant import Ops, Variant
+from .functional import fused_rms_norm
+
+_OP = "fused_rms_norm_add"
+
+
+def fused_rms_norm_add(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    zero_centered: bool = False,
+    rounding: Rounding = "once",
+    residual_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``residual + rms_norm(input)`` in one pass: the norm behind a block, and the addition.
+
+    That is what stands behind the blocks of OLMo 2 and 3. The result is bit by bit that of
+    :func:`fused_rms_norm` and an addition.
+
+    Args:
+        input: ``[..., cols]``, float16, bfloat16, float32 or float64, on CPU or CUDA: the output of
+            the block. Rows may be strided; any other layout is copied once.
+        residual: shape and device of ``input``; its dtype, or float32 beside a 16-bit ``input``.
+        weight: ``[cols]``; ``None`` means 1. Fast in the dtype of ``input`` or, beside 16 bits,
+            float32; any other of the four is converted in each call, and its gradient back.
+        eps: added to the mean square before the root; finite. ``None``: the machine epsilon of the
+            arithmetic (float32, or float64 for float64).
+        zero_centered: multiply by ``1 + weight``, for weights that are stored minus one. The 1 is
+            added in the precision of the arithmetic.
+        rounding: ``"once"``: the norm rounds its output alone to 16 bits. ``"before_weight"``: the
+            normalised values are first rounded to the dtype of ``input``, as in
+            ``weight * normalized.to(input.dtype)``. To derivatives a rounding is the identity.
+        residual_dtype: dtype of the sum: that of ``residual``, or float32 beside 16-bit rows.
+
+    Returns:
+        The sum, contiguous and of the shape of ``input``. The norm is rounded to the dtype of
+        ``input`` before the addition. For backward ``input`` and a number for each row are saved.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
+        TypeError: an argument is of the wrong kind.
+        ValueError: ``eps`` is NaN or infinite, or ``rounding`` is neither of the two.
+
+    Source: OLMo Team 2025 (https://arxiv.org/abs/2501.00656).
+    """
+    tensors = input, residual, weight
+    keywords: dict[str, Any] = {
+        "zero_centered": zero_centered,
+        "rounding": rounding,
+        "residual_dtype": residual_dtype,
+    }
+    if has_torch_function(tensors):
+        return handle_torch_function(fused_rms_norm_add, tensors, *tensors, eps, **keywords)
+    check_tensor(_OP, "input", input)
+    check_tensor(_OP, "residual", residual)
+    check_bools(_OP, zero_centered=zero_centered)
+    check_rounding(_OP, rounding)
+    check_options(_OP, 0.0, None, residual_dtype, False)
+    eps = machine_eps(input) if eps is None else as_float(_OP, "eps", eps)
+    options = eps, zero_centered, rounding, residual_dtype, residual.dtype
+    sum: Tensor = _RMS_NORM_ADD(tensors, options)
+    return sum
+
+
+def _forward(tensors: Any, options: Any, save: bool) -> tuple[Tensor, Tensor]:
+    results: tuple[Tensor, Tensor]
+    results = torch.ops.fused_op.rms_norm_add_forward.default(*tensors, *options[:4], save)
+    return results
+
+
+def _kept(tensors: Any, _: Any) -> Any:
+    input, _, weight = tensors
+    return input, None, weight
+
+
+def _backward(grads: Any, kept: Any, stats: Tensor, options: Any, wanted: Any) -> Any:
+    return _backward_by(run_backward, grads, kept, stats, options, wanted)
+
+
+def _gradients(grads: Any, kept: Any, options: Any, wanted: Any) -> Any:
+    def formula(tensors: Any, of_norm: Any, wanted: Any, _: None) -> Any:
+        return reference.normalize_backward(tensors, of_norm, wanted)
+
+    return _backward_by(formula, grads, kept, None, options, wanted)
+
+
+def _backward_by(
+    backward: Any, grads: Any, kept: Any, stats: Tensor | None, options: Any, wanted: Any
+) -> Any:
+    """That of ``fused_rms_norm``; the addition passes its gradient to both."""
+    (grad,) = grads
+    input, _, weight = kept
+    eps, zero_centered, rounding, _, residual_dtype = options
+    of_norm = BackwardOptions(
+        *("rms_norm", 1, eps, zero_centered, rounding, 0.0, False, input.dtype, None),
+        *(input.dtype if weight is None else weight.dtype, input.dtype, False),
+    )
+    grad_input = grad_weight = None
+    if wanted[0] or wanted[2]:
+        tensors = grad.to(input.dtype), None, input, weight, None, stats, None
+        grad_input, _, grad_weight, _ = backward(
+            tensors, of_norm, (wanted[0], False, wanted[2], False), None
+        )
+    return grad_input, grad.to(residual_dtype) if wanted[1] else None, grad_weight
+
+
+def _formula(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    rounding: Rounding,
+    sum_dtype: torch.dtype | None,
+    _: torch.dtype,
+) -> Tensor:
+    branch = fused_rms_norm(input, weight, eps, zero_centered=zero_centered, rounding=rounding)
+    return residual.to(sum_dtype or residual.dtype) + branch
+
+
+def _check(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    rounding: Rounding,
+    sum_dtype: torch.dtype | None,
+    *_: Any,
+) -> None:
+    check_eps(_OP, eps)
+    check_rows(_OP, "input", input)
+    check_residual(_OP, residual, input, sum_dtype)
+    check_parameter(_OP, "weight", weight, input.shape[-1])
+
+
+def _fake_forward(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    rounding: Rounding,
+    sum_dtype: torch.dtype | None,
+    save_stats: bool,
+) -> tuple[Tensor, Tensor]:
+    _check(input, residual, weight, eps, zero_centered, rounding, sum_dtype)
+    stats = input.new_empty((1, math.prod(input.shape[:-1])), dtype=compute_dtype(input))
+    sum = input.new_empty(input.shape, dtype=sum_dtype or residual.dtype)
+    return sum, stats if save_stats else input.new_empty(0)
+
+
+torch.library.register_fake("fused_op::rms_norm_add_forward", _fake_forward)
+
+_RMS_NORM_ADD = Variant(
+    Ops(_forward, _backward, _formula, _check, kept=_kept, gradients=_gradients)
+)

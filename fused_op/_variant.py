@@ -1,0 +1,188 @@
+"""What makes a function of a variant's pair of ops: autograd, transforms, compilation, a switch.
+
+A variant is a function beside the norms of ``functional.py``, with ops of its own: its C++ half is
+a file like ``csrc/l2_norm.cpp``, its Python half one like ``_l2_norm.py``. That file checks the
+arguments, and hands the call to the variant's :class:`Variant`, which picks its way:
+
+- to the ops, through an ``autograd.Function`` where a gradient is needed. What is being compiled,
+  and tensors that are not plain memory, go the same way: the dispatcher knows them.
+- past them, to the formula in PyTorch's operations: function transforms, forward-mode AD, a
+  gradient that is differentiated again, ``torch.jit.trace`` and ONNX, ``disabled()``, and a kernel
+  that cannot be had.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from fused_op_cuda import KernelError
+
+from ._contexts import is_differentiated, is_recording, is_transformed
+from ._disabled import open_blocks
+from ._routes import warn_of_missing_kernel
+
+Tensors = tuple[Tensor | None, ...]
+Options = tuple[Any, ...]
+Outputs = Tensor | tuple[Tensor, ...]
+Saved = Tensor | tuple[Tensor, ...]
+
+
+def _tensors(tensors: Tensors, outputs: Outputs) -> Tensors:
+    return tensors
+
+
+class Ops(NamedTuple):
+    """The functions of a variant. ``tensors`` and ``options`` are a call's, in the same order.
+
+    ``forward(tensors, options, save)`` returns ``(outputs, stats)``: one tensor or several, and
+    what backward needs of forward beside the tensors, if ``save`` asks for it: one or several.
+    ``backward(grads, tensors, stats, options, wanted)`` returns a gradient, or None, for each of
+    the tensors. ``grads`` has None for outputs that nothing was computed from, but one at least.
+    ``formula(*tensors, *options)`` returns the outputs, by operations that can be differentiated
+    any number of times. ``check(*tensors, *options)`` refuses what the ops refuse.
+
+    A variant whose backward reads an output in the place of an argument has two more:
+    ``kept(tensors, outputs)`` returns what ``backward`` gets as its tensors, in the arguments'
+    places, and ``gradients(grads, kept, options, wanted)`` what ``backward`` returns, by operations
+    that can be differentiated.
+    """
+
+    forward: Callable[[Tensors, Options, bool], tuple[Outputs, Saved]]
+    backward: Callable[[tuple[Tensor | None, ...], Tensors, Any, Options, Any], Tensors]
+    formula: Callable[..., Outputs]
+    check: Callable[..., None]
+    kept: Callable[[Tensors, Outputs], Tensors] = _tensors
+    gradients: Callable[[tuple[Tensor | None, ...], Tensors, Options, Any], Tensors] | None = None
+
+
+class Variant:
+    """A call of the function: ``variant(tensors, options)``."""
+
+    def __init__(self, ops: Ops) -> None:
+        """Make the ``autograd.Function`` of these ops."""
+        self.ops = ops
+        self.function = _function_of(ops)
+
+    def __call__(self, tensors: Tensors, options: Options) -> Any:
+        """Run it; the arguments that are no tensors have the types that the ops take."""
+        if open_blocks or is_transformed() or _is_recorded():
+            self.ops.check(*tensors, *options)
+            return self.ops.formula(*tensors, *options)
+        if any(t is not None and (t.layout is not torch.strided or t.is_nested) for t in tensors):
+            self.ops.check(*tensors, *options)  # the dispatcher has no sentence for these
+        _register_rules()
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            return self.function.apply(options, *_distinct(tensors))
+        return _forward(self.ops, tensors, options, False)[0]
+
+
+def _is_recorded() -> bool:
+    if is_dynamo_compiling():
+        return torch.onnx.is_in_onnx_export()
+    return is_recording() or torch.onnx.is_in_onnx_export()
+
+
+def _register_rules() -> None:
+    if not is_dynamo_compiling() and "torch.distributed.tensor" in sys.modules:
+        from . import _dtensor as _dtensor
+
+
+def _function_of(ops: Ops) -> Any:
+    class VariantFunction(torch.autograd.Function):
+        """Records a call of the variant for autograd."""
+
+        @staticmethod
+        def forward(ctx: Any, options: Options, *tensors: Tensor | None) -> Any:
+            outputs, stats = _forward(ops, tensors, options, True)
+            saved = stats if isinstance(stats, tuple) else (stats,)
+            ctx.save_for_backward(*ops.kept(tensors, outputs), *saved)
+            ctx.options, ctx.count = options, len(tensors)
+            ctx.set_materialize_grads(False)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            if all(grad is None for grad in grads):
+                return (None,) * len(ctx.needs_input_grad)
+            kept, saved = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+            stats = saved if len(saved) > 1 else saved[0]
+            wanted = ctx.needs_input_grad[1:]
+            return None, *_backward(ops, grads, kept, stats, ctx.options, wanted)
+
+    return VariantFunction
+
+
+def _forward(
+    ops: Ops, tensors: Tensors, options: Options, save: bool
+) -> tuple[Outputs, Saved | None]:
+    """Outputs, and the statistics: None where the formula took the call."""
+    if is_dynamo_compiling():
+        return ops.forward(tensors, options, save)
+    try:
+        return ops.forward(tensors, options, save)
+    except KernelError as error:
+        warn_of_missing_kernel(error)
+    return ops.formula(*tensors, *options), None
+
+
+def _backward(
+    ops: Ops,
+    grads: tuple[Tensor | None, ...],
+    kept: Tensors,
+    stats: Saved | None,
+    options: Options,
+    wanted: Any,
+) -> Tensors:
+    if stats is not None and is_dynamo_compiling():
+        return ops.backward(grads, kept, stats, options, wanted)
+    if stats is not None and not open_blocks and not is_differentiated(*grads):
+        try:
+            return ops.backward(grads, kept, stats, options, wanted)
+        except KernelError as error:
+            warn_of_missing_kernel(error)
+    if ops.gradients is not None:
+        return ops.gradients(grads, kept, options, wanted)
+    return _backward_by_formula(ops, grads, kept, options, wanted)
+
+
+def _backward_by_formula(
+    ops: Ops, grads: tuple[Tensor | None, ...], tensors: Tensors, options: Options, wanted: Any
+) -> Tensors:
+    """The gradients as functions of the tensors and of ``grads``, to be differentiated again."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views: one tensor may stand for two arguments, each with a gradient of its own.
+        inputs = [
+            None if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_(w)
+            for t, w in zip(tensors, wanted, strict=True)
+        ]
+        outputs = ops.formula(*inputs, *options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    pairs = [(y, dy) for y, dy in zip(outputs, grads, strict=True) if dy is not None]
+    sought = [t for t, w in zip(inputs, wanted, strict=True) if w]
+    found = iter(
+        torch.autograd.grad(
+            [y for y, _ in pairs],
+            sought,  # type: ignore[arg-type]  # what is wanted is there
+            [dy for _, dy in pairs],
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+        if pairs and sought
+        else [None] * len(sought)
+    )
+    return tuple(next(found) if w else None for w in wanted)
+
+
+def _distinct(tensors: Tensors) -> Tensors:
+    """No tensor twice, which dynamo cannot trace as arguments of a Function: a view instead."""
+    return tuple(
+        t.view_as(t) if t is not None and any(t is other for other in tensors[:i]) else t
+        for i, t in enumerate(tensors)
+    )

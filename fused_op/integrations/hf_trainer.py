@@ -1,0 +1,53 @@
+"""``transformers.Trainer``: convert the model by one argument.
+
+    Trainer(model, args, ..., callbacks=[FusedNorms()])
+
+With ``accelerate`` alone, call ``fused_op.convert(model)`` before ``accelerator.prepare(model)``.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from ..convert import Report, Select, convert
+
+logger = logging.getLogger(__name__)
+
+
+class FusedNorms(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """A callback that converts the norms of the model when the trainer is made.
+
+    That is before the model is wrapped for several processes, and before the optimizer is made.
+    The report of :func:`fused_op.convert` is in ``report``, and is logged.
+
+    Args:
+        include: as in :func:`fused_op.convert`.
+        exclude: as in :func:`fused_op.convert`.
+    """
+
+    def __init__(self, *, include: Select = None, exclude: Select = None) -> None:
+        """See the class."""
+        self.report: Report | None = None
+        self._include, self._exclude = include, exclude
+
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
+    ) -> None:
+        """Convert the model; a trainer that makes one per trial has none here."""
+        if model is not None:
+            self._convert(model)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
+    ) -> None:
+        """Convert the model of a callback that was added later, or of a trial."""
+        if self.report is None and model is not None:
+            self._convert(model)
+
+    def _convert(self, model: nn.Module) -> None:
+        self.report = convert(model, include=self._include, exclude=self._exclude)
+        logger.info("fused_op: %s", self.report)

@@ -1,0 +1,1 @@
+"""The same numbers wherever PyTorch's operators work: compiled, exported, sharded, in threads."""

@@ -1,0 +1,1 @@
+"""The norms of models that exist, replaced and put back."""

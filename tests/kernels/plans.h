@@ -1,0 +1,30 @@
+// What the rules of plans_forward.cpp and plans_backward.cpp share.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "cuda/plan.h"
+
+namespace fused_op::cuda {
+
+struct Counts {
+  int broken = 0;
+  long long walked = 0;
+  long long few = 0;        // calls of few rows
+  long long clustered = 0;  // and those that take clusters
+};
+
+inline Counts counts;
+
+constexpr DType kTypes[] = {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64};
+
+void report(const char* rule, const std::string& name, std::int64_t rows, std::int64_t cols,
+            const DeviceInfo& device);
+
+void walk_forward();
+void walk_long_forward();
+void walk_backward();
+void walk_long_backward();
+
+}  // namespace fused_op::cuda

@@ -1,0 +1,1 @@
+"""The benchmarks' own tests; long runs that fuzz, train and look for leaks, a share of each."""

@@ -149,19 +149,23 @@ struct Modulated : Affine<W, Y> {
     FUSED_OP_HD void pullback(const Parameters<N>& parameters, Col col, const A (&xhat)[N],
                               A (&dy)[N], Pack<Z, N>& beside, A (&grad_xhat)[N],
                               ParameterSums<N, A>& sums) const {
-      A scale[N], n[N], bias[N] = {};
-      to_values(beside, scale);
-      to_values(parameters.weight, n);
+      A factor[N], weight[N], n[N], bias[N] = {}, modulated[N];
+      to_values(beside, factor);
+      to_values(parameters.weight, weight);
       if constexpr (kBias) {
         to_values(parameters.bias, bias);
       }
       for (int j = 0; j < N; ++j) {
-        n[j] = dy[j] * multiply_add(n[j], xhat[j], bias[j]);
-        dy[j] *= A(1) + scale[j];
+        factor[j] += A(1);
+        n[j] = dy[j] * multiply_add(weight[j], xhat[j], bias[j]);
+        modulated[j] = dy[j] * factor[j];
       }
       beside = rounded<Z>(n);
       const typename InnerBackward::template Parameters<N> inner{parameters.weight};
-      InnerBackward::template pullback<Norm>(inner, col, xhat, dy, grad_xhat, sums);
+      InnerBackward::template pullback<Norm>(inner, col, xhat, modulated, grad_xhat, sums);
+      for (int j = 0; j < N; ++j) {
+        grad_xhat[j] = dy[j] * (weight[j] * factor[j]);  // the bits of rows that share an entry
+      }
     }
     template <typename Access, typename Lane, int N, int kCount>
     FUSED_OP_HD void store_beside(const Lane& lane, int first,

@@ -90,13 +90,16 @@ def test_a_large_model() -> None:
 def sharded_training(device: str) -> None:
     """Built on meta, converted, sharded, filled, trained: as the original in one process."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    ranks = torch.distributed.get_world_size()
+    mesh = init_device_mesh(device, (ranks,))  # not that of a GPU beside the CPU
     reference, model = llama("cpu").to(device), llama("meta")
     assert len(convert(model).converted) == 5
     for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     model.to_empty(device=device)
     model.model.rotary_emb = reference.model.rotary_emb
     options = StateDictOptions(full_state_dict=True)

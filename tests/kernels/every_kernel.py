@@ -6,7 +6,8 @@
 It checks no values (the tests do). The plans of a grid of calls, of every op, option, width, number
 of rows and alignment, say which kernels there are; the smallest call with each of their traits
 (`traits`) is run, forward and backward. What plans do not show comes on top: rows at two strides,
-sums added to main_grad, rows whose moments are taken a second time.
+sums added to main_grad, rows whose moments are taken a second time, and variants
+(every_variant.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from fused_op import FusedLayerNorm, FusedRMSNorm
 from fused_op._kernel_plan import NORMS, ROUNDINGS, Call, Gpu, gpu_of
+from tests.kernels import every_variant
 from tests.ops import BF16, F16, F32, F64, OPS, PAIRS, Op, Pair
 
 NAMES = {F16: "f16", BF16: "bf16", F32: "f32", F64: "f64"}
@@ -82,6 +84,7 @@ def calls(pair: Pair, portable: bool = False) -> Iterator[Callable[[], None]]:
     for cls in (FusedLayerNorm, FusedRMSNorm):
         for cols in (64, 144, 150, 256, 1152, 2048):
             yield partial(run_heads, cls, pair, cols)
+    yield from every_variant.calls(pair)
 
 
 # --- The calls that plans are asked of -----------------------------------------------------------

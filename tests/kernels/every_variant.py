@@ -1,0 +1,71 @@
+"""Calls of the variants for every_kernel.py: each op, option and kind of plan, forward and backward.
+
+Plans of variants are those of the norms, whose traits every_kernel.py enumerates. Here each variant
+runs with each of its options at rows that share a warp, that a warp or a CTA has, and that clusters
+share.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+import fused_op
+from tests.calls import outputs
+from tests.numerics.test_quantized import OPS, RULES, tensors_of
+from tests.ops import F64, Pair
+from tests.variants.table import CALLS, Variant
+from tests.variants.test_modulated_norm import FUNCTIONS, arguments
+from tests.variants.test_rms_norm_rope import angles
+
+SHAPES = [(5, 2), (7, 24), (9, 33), (40, 128), (6, 1000), (300, 1024), (3, 4999), (2, 40000)]
+MODULATED = [  # shape of the input, of the entries
+    ((3, 5, 64), (3, 1, 64)), ((2, 40, 1024), (1024,)), ((2, 3, 7, 200), (2, 3, 1, 200)),
+    ((4, 9, 33), (4, 9, 33)), ((2, 3, 20000), (2, 1, 20000)),
+]  # fmt: skip
+
+
+def calls(pair: Pair) -> Iterator[Callable[[], None]]:
+    """Every one with rows and parameters of the dtypes of the pair."""
+    for (variant, options), shape in itertools.product(CALLS, SHAPES):
+        yield partial(_run_variant, variant, options, shape, pair)
+    for function, (shape, entries) in itertools.product(FUNCTIONS, MODULATED):
+        yield partial(_run_modulated, function, shape, entries, pair)
+    for cols, style in itertools.product((64, 80, 128, 256), ("neox", "gptj")):
+        yield partial(_run_packed, cols, style, pair)
+    if pair.rows != F64:
+        for op, rule, cols in itertools.product(OPS, RULES, (8, 129, 1024, 5000, 40000)):
+            yield partial(_run_quantized, op, rule, cols, pair)
+
+
+def _backward(found: object) -> None:
+    results = [y for y in outputs(found) if y.requires_grad]
+    if torch.is_grad_enabled():
+        torch.autograd.backward(results, [torch.ones_like(y) for y in results])
+
+
+def _run_variant(variant: Variant, options: dict, shape: tuple[int, ...], pair: Pair) -> None:
+    given = variant.arguments(shape, pair, "cuda", requires_grad=True)
+    _backward(variant.fused(**given, **options))
+
+
+def _run_modulated(function: Callable, shape: tuple, entries: tuple, pair: Pair) -> None:
+    given = arguments(function, shape, entries, pair.rows, params=pair.params, device="cuda")
+    _backward(function(*(given[name].requires_grad_() for name in given)))
+
+
+def _run_packed(cols: int, style: str, pair: Pair) -> None:
+    heads, kv_heads = 4, 2
+    qkv = torch.randn(2, 5, 8 * cols, device="cuda").to(pair.rows).requires_grad_()
+    weight = torch.randn(cols, device="cuda").to(pair.params).requires_grad_()
+    turn = angles(5, cols // 2, device="cuda")
+    options = {"heads": heads, "kv_heads": kv_heads, "style": style}
+    _backward(fused_op.fused_qk_norm_rope(qkv, *turn, weight, weight, 1e-6, **options))
+
+
+def _run_quantized(op: str, rule: object, cols: int, pair: Pair) -> None:
+    given = tensors_of(op, (5, cols), "cuda", pair.rows, pair.params)
+    getattr(fused_op, f"fused_{op}_quantized")(*given, **rule.arguments)

@@ -27,6 +27,7 @@ from fused_op import (
     fused_post_add_pre_rms_norm,
     fused_qk_norm_rope,
     fused_rms_norm,
+    fused_rms_norm_quantized,
     fused_rms_norm_rope,
     reference,
 )
@@ -35,7 +36,7 @@ from .measure import measure_limit, reason
 from .report import environment, write_json
 from .timing import GraphTimer, Timer
 
-BF16 = torch.bfloat16
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 SAMPLES = 8
 SHAPES = ((1048576, 128), (131072, 1024), (32768, 4096), (16384, 8192))
 
@@ -49,7 +50,7 @@ class Variant:
     rows: int  # tensors of the shape of the input
     weights: int
     forward_bytes: float
-    backward_bytes: float
+    backward_bytes: float  # 0: no backward of its own
     shapes: tuple[tuple[int, int], ...] = SHAPES
     weight_cols: int = 0  # 0: those of the input
     entries: int = 0  # chunks of a projection, a row for each of SAMPLES
@@ -81,6 +82,26 @@ def _gated(name: str, fla: Callable[..., Any] | None, **options: Any) -> Variant
 def _two_ops(input: Tensor, residual: Tensor, post_weight: Tensor, pre_weight: Tensor) -> Any:
     branch = fused_rms_norm(input, post_weight, 1e-6)
     return fused_add_rms_norm(branch, residual, pre_weight, 1e-6)
+
+
+def _quantized(x: Tensor, weight: Tensor, cols: int) -> Any:
+    """Torchao's rule, of blocks of `cols` columns."""
+    y = torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6).float()
+    blocks = y.unflatten(-1, (-1, cols))
+    amax = blocks.abs().amax(-1, keepdim=True)
+    scale = torch.finfo(FP8).max / amax.double().clamp(min=1e-12)
+    scaled = (blocks * scale.float()).clamp(-448, 448).to(FP8)
+    return scaled.flatten(-2), scale.float().reciprocal()
+
+
+def _quantizing(scheme: Any) -> Variant:
+    ours = partial(fused_rms_norm_quantized, eps=1e-6, scheme=scheme, dtype=FP8)
+
+    def by_formula(x: Tensor, weight: Tensor) -> Any:
+        return _quantized(x, weight, 128 if scheme == "block128" else x.shape[-1])
+
+    functions = {"fused_op": ours, "torch.compile": _compiled(by_formula)}
+    return Variant(f"rms_norm_quantized, {scheme}", functions, 1, 1, 3, 0)
 
 
 HEAD, HEADS, KV_HEADS = 128, 32, 8  # of Qwen3 8B
@@ -147,6 +168,8 @@ VARIANTS = (
         },
         rows=1, weights=0, forward_bytes=4, backward_bytes=6,
     ),
+    _quantizing("token"),
+    _quantizing("block128"),
     Variant(
         "post_add_pre_rms_norm",
         {
@@ -211,11 +234,11 @@ def measure(
         ]
         for who, function in variant.functions.items():
             try:
-                row["peers"][who] = {
-                    "forward": limit("copy", forward) / _forward_us(function, sets, timer, forward),
-                    "backward": limit("add", backward)
-                    / _backward_us(function, sets, timer, backward),
-                }
+                us = _forward_us(function, sets, timer, forward)
+                row["peers"][who] = {"forward": limit("copy", forward) / us}
+                if backward:
+                    us = _backward_us(function, sets, timer, backward)
+                    row["peers"][who]["backward"] = limit("add", backward) / us
             except Exception as error:
                 row["peers"][who] = {"problem": reason(error)}
     return row

@@ -30,16 +30,21 @@ def torchao(y: Tensor, amax: Tensor, dtype: torch.dtype, power_of_two: bool) -> 
     return y * scale, scale.reciprocal()
 
 
+def quotient(amax: Tensor, largest: float) -> Tensor:
+    """On a GPU, PyTorch multiplies by the inverse of a divisor that is a number."""
+    return amax / amax.new_tensor(largest)
+
+
 def vllm(y: Tensor, amax: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple:
     if dtype == torch.int8:
-        scale = (amax / 127.0).clamp(min=torch.finfo(F32).eps)
+        scale = quotient(amax, 127.0).clamp(min=torch.finfo(F32).eps)
         return y * (1.0 / scale), scale
-    scale = (amax / 448.0).clamp(min=1.0 / (448.0 * 512.0))
+    scale = quotient(amax, 448.0).clamp(min=1.0 / (448.0 * 512.0))
     return y / scale, scale
 
 
 def deep_gemm(y: Tensor, amax: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple:
-    sf = amax.clamp(1e-4) / 448.0
+    sf = quotient(amax.clamp(1e-4), 448.0)
     if power_of_two:
         bits = sf.abs().float().view(torch.int)
         exp = ((bits >> 23) & 0xFF) + (bits & 0x7FFFFF).bool().int()

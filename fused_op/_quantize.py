@@ -203,9 +203,7 @@ def _stored(scale: Tensor, rule: Rule) -> Tensor:
         return scale
     rows = scale.flatten(0, -2) if scale.dim() > 1 else scale.unsqueeze(0)
     padded = padded_rows(rows.shape[0])
-    kept = rows.new_empty(rows.shape[1], padded)
-    kept.view(torch.uint8).zero_()
-    kept = kept[:, : rows.shape[0]].t()
+    kept = rows.new_zeros(rows.shape[1], padded)[:, : rows.shape[0]].t()
     kept.copy_(rows)
     return kept.view(scale.shape)
 

@@ -147,19 +147,19 @@ class Backward {
     for (const RowIn<X, A>& row : rows) {
       all_plain = all_plain && is_plain(row.normalizer);
     }
+    const W* const weight = weight_.from(col, cols);
     if (all_plain) {
-      add_some<Met, true>(rows, col, cols, totals);
+      add_some<Met, true>(rows, weight, col, cols, totals);
       return;
     }
     for (int r = 0; r < kRows; ++r) {  // few rows are not: their sums are the same one by one
       const RowIn<X, A> one[1] = {rows[r]};
-      add_some<Met, false>(one, col, cols, totals + r);
+      add_some<Met, false>(one, weight, col, cols, totals + r);
     }
   }
   template <typename Met, bool kPlain, int kRows>
-  FUSED_OP_CPU_INLINE void add_some(const RowIn<X, A> (&rows)[kRows], std::int64_t col,
-                                    std::int64_t cols, PullbackTotals* totals) {
-    const W* const weight = weight_.from(col, cols);
+  FUSED_OP_CPU_INLINE void add_some(const RowIn<X, A> (&rows)[kRows], const W* weight,
+                                    std::int64_t col, std::int64_t cols, PullbackTotals* totals) {
     const ParameterGrads<A> tail{tail_weight_, tail_bias_};
     constexpr bool kWanted = !std::is_same_v<Met, Unwanted>;
     add_pullback<kRows, kLanes, Norm, Met, kPlain>(rows, weight, cols, totals,
@@ -199,6 +199,7 @@ class Backward {
     write_tile(dx_, args_.grad_input.data, args_.grad_input.dtype, tile, cols_);
   }
 
+  // What all rows share is found before them: short rows take no longer than a few calls.
   void run_tile(const Tile& tile) {
     const View<X> x = read_x(tile);
     const View<X> dy = read_dy(tile);
@@ -211,22 +212,45 @@ class Backward {
       totals[r] = {0, 0};
     }
     const auto row = [&](std::int64_t r) { return row_in(x.row(r), dy.row(r), normalizers[r]); };
+    bool all_plain = true;
+    for (std::int64_t r = 0; r < tile.rows; ++r) {
+      all_plain = all_plain && is_plain(row(r).normalizer);
+    }
+    const W* const weight = weight_.from(0, cols_);
     with_met([&]<typename Met>(Met) {
       std::int64_t r = 0;
-      for (; kAtOnce == 2 && r + 2 <= tile.rows; r += 2) {
+      for (; kAtOnce == 2 && all_plain && r + 2 <= tile.rows; r += 2) {
         const RowIn<X, A> pair[2] = {row(r), row(r + 1)};
-        add<Met>(pair, 0, cols_, totals + r);
+        add_some<Met, true>(pair, weight, 0, cols_, totals + r);
+      }
+      for (; all_plain && r < tile.rows; ++r) {
+        const RowIn<X, A> one[1] = {row(r)};
+        add_some<Met, true>(one, weight, 0, cols_, totals + r);
       }
       for (; r < tile.rows; ++r) {
         const RowIn<X, A> one[1] = {row(r)};
-        add<Met>(one, 0, cols_, totals + r);
+        add_some<Met, false>(one, weight, 0, cols_, totals + r);
       }
     });
     if (wants_dx_) {
-      for (std::int64_t r = 0; r < tile.rows; ++r) {
-        const X* const addend = dsum.first == nullptr ? nullptr : dsum.row(r);
-        write(row(r), addend, 0, cols_, pullback(totals[r], normalizers[r]), dx + r * cols_,
-              {x.row(r + tile.rows), dy.row(r + tile.rows), {}});
+      const auto write_rows = [&]<bool kAdds, bool kPlain>() {
+        for (std::int64_t r = 0; r < tile.rows; ++r) {
+          const X* const addend = kAdds ? dsum.row(r) : nullptr;
+          const RowIn<X, A> next = {x.row(r + tile.rows), dy.row(r + tile.rows), {}};
+          const RowIn<X, A> in = row(r);
+          const Normalizer<A> normalizer =
+              kPlain ? plain_normalizer(in.normalizer.mean, in.normalizer.rstd) : in.normalizer;
+          write_dx_packs<kLanes, Norm, kAdds>(in, weight, addend, normalizer,
+                                              pullback(totals[r], normalizers[r]), cols_,
+                                              dx + r * cols_, next);
+        }
+      };
+      if (dsum.first == nullptr) {
+        all_plain ? write_rows.template operator()<false, true>()
+                  : write_rows.template operator()<false, false>();
+      } else {
+        all_plain ? write_rows.template operator()<true, true>()
+                  : write_rows.template operator()<true, false>();
       }
       finish(tile);
     }

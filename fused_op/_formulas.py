@@ -5,20 +5,17 @@ The values and the refusals are those of the kernels' calls, and so is the memor
 
 from __future__ import annotations
 
-from . import reference
 from ._contexts import unrecorded
+from ._norm_formula import Normalize, compute, contiguous, normalize
 from ._ops import keeps_format
 from ._options import Options, Outputs, Tensors, normalized_ndim
-from .reference import Normalize, contiguous
 
 
-def compose(
-    tensors: Tensors, options: Options, normalize: Normalize = reference.normalize
-) -> Outputs:
+def compose(tensors: Tensors, options: Options, normalize: Normalize = normalize) -> Outputs:
     """The call in PyTorch's operations, with another core on demand."""
     input, residual, weight, bias, rng_state = tensors
     ndim = normalized_ndim(options, weight, bias)
-    output, sum = reference.compute(
+    output, sum = compute(
         options.norm,
         input,
         residual=residual,

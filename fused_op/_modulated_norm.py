@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import reference
 from ._arguments import as_float, check_eps, check_parameter, check_rows, check_tensor
+from ._modulated_formula import gated_sum, modulated
 from ._options import Norm, compute_dtype, machine_eps
 from ._variant import Ops, Variant
 
@@ -221,7 +221,7 @@ def _modulated_formula(
     norm: Norm,
     eps: float,
 ) -> Tensor:
-    return reference.modulated(norm, input, scale, shift, weight, bias, eps)
+    return modulated(norm, input, scale, shift, weight, bias, eps)
 
 
 def _gated_formula(
@@ -235,8 +235,8 @@ def _gated_formula(
     norm: Norm,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    sum = reference.gated_sum(input, residual, gate)
-    return reference.modulated(norm, sum, scale, shift, weight, bias, eps), sum
+    sum = gated_sum(input, residual, gate)
+    return modulated(norm, sum, scale, shift, weight, bias, eps), sum
 
 
 def _check_modulated(

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from ._contexts import unrecorded
+from ._norm_formula import check_shapes
 from ._options import (
     BackwardOptions,
     BackwardTensors,
@@ -33,7 +34,6 @@ from ._options import (
     op_name,
     shares_gradient,
 )
-from .reference import check_shapes
 
 
 def norm_forward(tensors: Tensors, options: Options, save_stats: bool) -> ForwardResults:

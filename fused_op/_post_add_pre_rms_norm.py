@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import reference
 from ._arguments import (
     as_float,
     check_bools,
@@ -26,6 +25,7 @@ from ._arguments import (
     check_rows,
     check_tensor,
 )
+from ._norm_formula import normalize_backward
 from ._options import BackwardOptions, Rounding, compute_dtype, machine_eps
 from ._routes import run_backward
 from ._variant import Ops, Variant
@@ -197,7 +197,7 @@ def _backward(grads: Any, kept: Any, stats: Tensor, options: Any, wanted: Any) -
 
 def _gradients(grads: Any, kept: Any, options: Any, wanted: Any) -> Any:
     def formula(tensors: Any, of_norm: Any, wanted: Any, _: None) -> Any:
-        return reference.normalize_backward(tensors, of_norm, wanted)
+        return normalize_backward(tensors, of_norm, wanted)
 
     return _one_by_one(formula, grads, kept, None, options, wanted)
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ._fused_class import Formula
+from ._norm_formula import compute
 from ._options import Rounding, Shape, compute_dtype
 from ._probe import Refusal, check_side_effects, make_probe, run_forward
-from .reference import compute
 
 BATCHES: tuple[tuple[int, ...], ...] = ((7,), (2, 5), (2, 3, 5))
 # Where the original runs them too; outside of training alone, since they take as long as the rest.

@@ -39,6 +39,15 @@ _POWERS_OF_TWO = {
 }
 
 
+class QuantizedNorm(NamedTuple):
+    """What a norm with a quantised output returns; what was not asked for is None."""
+
+    quantized: Tensor
+    scale: Tensor
+    output: Tensor | None
+    sum: Tensor | None
+
+
 class Rule(NamedTuple):
     """The arguments that say how an output is quantised; of the dispatcher's op, in its order."""
 

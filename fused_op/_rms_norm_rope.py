@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import _rope_formula, reference
+from . import _rope_formula
 from ._arguments import check_tensor
 from ._options import compute_dtype
 from ._rope_checks import OP, QK_OP, check_call, check_qk_call, checked_eps
@@ -276,6 +276,3 @@ torch.library.register_fake("fused_op::qk_norm_rope_backward", _fake_qk_backward
 
 _RMS_NORM_ROPE = Variant(Ops(_forward, _backward, _formula, check_call))
 _QK_NORM_ROPE = Variant(Ops(_qk_forward, _qk_backward, _qk_formula, check_qk_call))
-
-reference.fused_rms_norm_rope = _rope_formula.fused_rms_norm_rope
-reference.fused_qk_norm_rope = _rope_formula.fused_qk_norm_rope

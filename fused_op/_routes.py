@@ -40,12 +40,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fused_op_cuda
 from fused_op_cuda import KernelError, Route
 
-from . import _ops, reference
+from . import _ops
 from ._arguments import checked
 from ._contexts import is_differentiated, is_transformed
 from ._disabled import open_blocks
 from ._formulas import compose
 from ._main_grad import Parameters, add_to_main_grad
+from ._norm_formula import normalize_backward
 from ._options import (
     BackwardOptions,
     BackwardTensors,
@@ -171,7 +172,7 @@ def run_backward(
     """
     # The kernel, the dispatcher's op and the formula have the same arguments.
     grad_output, grad_sum, _, _, _, stats, _ = tensors
-    formula: Any = reference.normalize_backward
+    formula: Any = normalize_backward
     backward: Any = fused_op_cuda.norm_backward
     if stats is None or open_blocks:  # no kernel in forward, or none now
         backward = formula

@@ -1,6 +1,6 @@
-"""The formulas of ``reference.py`` in the place of the kernels: what takes a call that they cannot.
+"""The formulas of ``reference.py``, for calls that the kernels cannot take.
 
-The values and the refusals are those of the kernels' calls, and so is the memory format.
+Values, errors and memory format are those of a call of the kernels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ._options import Options, Outputs, Tensors, normalized_ndim
 
 
 def compose(tensors: Tensors, options: Options, normalize: Normalize = normalize) -> Outputs:
-    """The call in PyTorch's operations, with another core on demand."""
+    """The call in PyTorch operations. ``normalize`` replaces the formula of the norm."""
     input, residual, weight, bias, rng_state = tensors
     ndim = normalized_ndim(options, weight, bias)
     output, sum = compute(

@@ -39,7 +39,7 @@ def gated_sum(input: Tensor, residual: Tensor, gate: Tensor) -> Tensor:
 
 
 def beside(entries: Tensor, input: Tensor) -> Tensor:
-    """Rows that rows of input share, in a shape that broadcasts: their first dimensions are its."""
+    """Reshape entries, which share their leading dimensions with input, so that they broadcast."""
     leading = entries.dim() - 1
     if leading in (0, input.dim() - 1):
         return entries

@@ -33,7 +33,7 @@ from ._philox import keep_mask, keep_scale
 
 
 class Affine(NamedTuple):
-    """What becomes of normalised values: they are rounded, multiplied and added to."""
+    """What happens to normalised values: they are rounded, multiplied and added to."""
 
     factor: Tensor | None
     offset: Tensor | None
@@ -62,9 +62,9 @@ def apply_affine(affine: Affine, x: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The numbers of ``x.to(dtype)``, if there is one, in the dtype of x.
+    """The values of ``x.to(dtype)`` in the dtype of x, or x itself without a dtype.
 
-    To derivatives it is x, which ``to`` alone would not be: it rounds gradients, too.
+    For derivatives, this is the identity; ``to`` alone would round gradients, too.
     """
     return x if dtype is None else x + (x.to(dtype).to(x.dtype) - x).detach()
 
@@ -86,9 +86,9 @@ def compute(
     sum_dtype: torch.dtype | None = None,
     normalize: Normalize = normalize,
 ) -> tuple[Tensor, Tensor | None]:
-    """The formula of all the ops: (output, sum), the sum being None without a residual.
+    """The formula of the norms: (output, sum). Without a residual, the sum is None.
 
-    The arguments are those of ``norm_forward`` in ``csrc/fused_op.h``, and what normalises.
+    The arguments are those of ``norm_forward`` in ``csrc/fused_op.h``, and ``normalize``.
     """
     shape = unrecorded(check_shapes, input, residual, weight, bias, normalized_shape)
     compute = compute_dtype(input)
@@ -113,7 +113,7 @@ def compute(
 def normalize_backward(
     tensors: BackwardTensors, options: BackwardOptions, wanted: Wanted
 ) -> Gradients:
-    """Gradients of ``compute`` for input, residual, weight and bias, as functions of all theirs.
+    """Gradients of ``compute`` for input, residual, weight and bias, to be differentiated again.
 
     The arguments are those of ``norm_backward`` in ``csrc/fused_op.h``, but eps takes the place of
     the statistics: mean and rstd are computed from x again, since saved ones would be constants to
@@ -132,8 +132,8 @@ def normalize_backward(
     if wanted[0] or wanted[1]:
         dims = _last_dims(normalized_ndim)
         scaled = grad if weight is None else grad * weight_factor(weight, compute, zero_centered)
-        # The pullback of the normalisation removes what it is blind to: a change of scale and,
-        # for layer norm, of offset.
+        # The pullback removes the directions that do not change the normalised values: scale and,
+        # for layer norm, offset.
         projected = scaled - normalized * (scaled * normalized).mean(dims, keepdim=True)
         if norm == "layer_norm":
             projected = projected - scaled.mean(dims, keepdim=True)
@@ -154,7 +154,7 @@ def normalize_backward(
 
 
 def _drop(x: Tensor, rng_state: Tensor | None, p: float, normalized_ndim: int) -> Tensor:
-    """X with dropped elements at zero and the others scaled, so that the mean stays."""
+    """X with dropped elements set to zero and the others scaled, which preserves the mean."""
     assert rng_state is not None
     cols = math.prod(x.shape[x.dim() - normalized_ndim :])
     rows = math.prod(x.shape[: x.dim() - normalized_ndim])
@@ -170,7 +170,7 @@ def check_shapes(
     weight: Tensor | None,
     bias: Tensor | None,
     normalized_shape: Shape | None,
-    prefix: str = "",  # of an error's sentence
+    prefix: str = "",  # of error messages
 ) -> tuple[int, ...]:
     """The normalised shape. Nothing is broadcast."""
     if residual is not None and input.shape != residual.shape:
@@ -197,15 +197,15 @@ def check_shapes(
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x.to(dtype)``, but never the same tensor again as the result of an operation.
+    """``x.to(dtype)``, without an operation that returns x itself.
 
-    Dynamo of PyTorch 2.11 gives an autograd.Function that returns such a result zero gradients.
+    With Dynamo of PyTorch 2.11, a Function that returns such a result has zero gradients.
     """
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def contiguous(x: Tensor) -> Tensor:
-    """``x.contiguous()``, but never the same tensor again, as ``cast``."""
+    """``x.contiguous()``, without an operation that returns x itself; see ``cast``."""
     return x if x.is_contiguous() else x.contiguous()
 
 
@@ -220,8 +220,8 @@ def normalized_rows(
     scale = _power_of_two(spread, largest.clamp(min=math.sqrt(max(eps, 0))))
     x = x * scale
     if norm == "layer_norm":
-        # In two steps, because one rounding of the mean shows where it is far from zero. The first
-        # takes off a constant, as far as derivatives are concerned: the second is the formula.
+        # In two steps, because the rounding of a mean far from zero would show. For derivatives, the
+        # first step subtracts a constant; the second is the formula.
         mean = x.detach().mean(dims, keepdim=True)
         x = x - mean.clamp(low * scale, high * scale)
         x = x - x.mean(dims, keepdim=True)
@@ -232,7 +232,7 @@ def normalized_rows(
 
 
 def _bounds(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest element of each row; zeros where it has none."""
+    """The smallest and the largest element of each row; zeros for an empty row."""
     if unrecorded(lambda: 0 in x.shape[dims[0] :]):
         zeros = x.sum(dims, keepdim=True)
         return zeros, zeros
@@ -240,10 +240,10 @@ def _bounds(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _power_of_two(spread: Tensor, largest: Tensor) -> Tensor:
-    """What each row is multiplied by, so that its squares neither overflow nor vanish.
+    """A factor for each row, with which its squares neither overflow nor vanish.
 
-    It is 1 for moderate numbers, and brings others near to 1, because derivatives take rstd to
-    higher powers. Nothing is rounded by it.
+    It is 1 for moderate numbers and brings others close to 1, because derivatives contain higher
+    powers of rstd. A power of two rounds nothing.
     """
     scale = torch.ones_like(spread)
     quarter = math.frexp(torch.finfo(spread.dtype).max)[1] // 4
@@ -255,9 +255,9 @@ def _power_of_two(spread: Tensor, largest: Tensor) -> Tensor:
 
 
 def weight_factor(weight: Tensor, compute: torch.dtype, zero_centered: bool) -> Tensor:
-    """What the normalised values are multiplied by."""
+    """The factor of the normalised values."""
     factor = cast(weight, compute)
-    # Not the integer 1, which the exporter of ONNX in PyTorch 2.11 cannot promote.
+    # A float, because the ONNX exporter of PyTorch 2.11 cannot promote the integer 1.
     return factor + 1.0 if zero_centered else factor
 
 

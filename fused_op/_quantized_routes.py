@@ -48,11 +48,11 @@ from ._quantize import (
 from ._routes import _cast, _distinct, check_alone, warn_of_missing_kernel
 from .functional import _backward
 
-Given = tuple[Any, ...]  # of checked_rule, behind `scale`
+Given = tuple[Any, ...]  # the arguments of checked_rule after `scale`
 
 
 class Call(NamedTuple):
-    """What a call is beside its tensors, checked."""
+    """The arguments of a call that are not tensors, checked."""
 
     options: Options
     rule: Rule
@@ -62,7 +62,7 @@ class Call(NamedTuple):
 def run(
     op: Callable[..., Any], tensors: Tensors, options: Options, given: Given, keep_output: bool
 ) -> QuantizedNorm:
-    """Check a call of the public function ``op``, and choose its way."""
+    """Check a call of the public function ``op``, and choose its route."""
     if has_torch_function(tensors):
         return _override(op, tensors, options, given, keep_output)
     name = op.__name__
@@ -88,10 +88,10 @@ def run(
 def _override(
     op: Callable[..., Any], tensors: Tensors, options: Options, given: Given, keep_output: bool
 ) -> QuantizedNorm:
-    """Let ``__torch_function__`` of a tensor, or of the mode that is on, take the call.
+    """Let ``__torch_function__`` of a tensor, or of the active mode, take the call.
 
-    It sees a function that returns a plain tuple: PyTorch's own makes what it returns anew, by the
-    type and an iterator, which is not how a NamedTuple is made.
+    It sees a function that returns a plain tuple. PyTorch's default rebuilds the result from its
+    type and an iterator, which does not work for a NamedTuple.
     """
 
     @functools.wraps(op)
@@ -112,7 +112,7 @@ _Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 def _forward(tensors: Tensors, call: Call, save_stats: bool) -> _Results:
-    """The kernel's results; without a kernel those of the formula, and no statistics."""
+    """The results of the kernel. Without a kernel, those of the formula, without statistics."""
     options, rule, keep_output = call
     _, residual, weight, bias, scale = tensors
     assert options.eps is not None
@@ -146,7 +146,7 @@ def _forward(tensors: Tensors, call: Call, save_stats: bool) -> _Results:
 
 
 def _composed(tensors: Tensors, call: Call) -> QuantizedNorm:
-    """The call in PyTorch's operations."""
+    """The call in PyTorch operations."""
     options, rule, keep_output = call
     input, residual, weight, bias, scale = tensors
     norm_tensors = input, residual, weight, bias, None
@@ -170,7 +170,7 @@ def _composed(tensors: Tensors, call: Call) -> QuantizedNorm:
 
 
 class _QuantizedFunction(torch.autograd.Function):
-    """The op, with the gradient of the norm for that of the output."""
+    """The op. The gradient of its output is that of the norm."""
 
     @staticmethod
     def forward(
@@ -229,7 +229,7 @@ def _norm_quantized(
     keep_output: bool,
     save_stats: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the op returns, without computing it."""
+    """The results of the op, without data."""
     ndim = normalized_ndim or default_ndim(weight, bias)
     leading, shape = input.shape[: input.dim() - ndim], input.shape[input.dim() - ndim :]
     op = f"{op_name(norm, residual is not None)}_quantized"

@@ -1,4 +1,4 @@
-"""A call in PyTorch's own norms: what ``torch.jit.trace`` records, and what becomes ONNX.
+"""A call in PyTorch's own norms, for ``torch.jit.trace`` and ONNX.
 
 Both keep operators for later: for programs that do not import this package, and for gradients that
 nobody has asked for yet. ``fused_op::norm_forward`` serves neither, since its derivative belongs to

@@ -1,4 +1,4 @@
-"""RMS norm and rotary embedding in PyTorch's operations; ``reference`` has them under its name."""
+"""RMS norm with rotary embedding in PyTorch operations, for ``reference.py``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fused_rms_norm_rope(
     compute, dtype = compute_dtype(input), input.dtype
     eps = machine_eps(input) if eps is None else eps
     rounds = dtype.itemsize == 2 and rounding != "once"
-    # A product with a weight of 32 bits has as many, unless it is a norm's output.
+    # A product with a 32-bit weight has 32 bits, unless it is rounded as the output of a norm.
     rounds_norm = rounds and (
         rounding == "before_rotation"
         or weight is None

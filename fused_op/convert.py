@@ -131,7 +131,7 @@ def convert(
         names in the model is listed under the first.
 
     Raises:
-        TypeError: ``model`` is not a module, or a selection is of the wrong kind.
+        TypeError: ``model`` is not a module, or a selection has the wrong type.
         ValueError: a pattern matches no norm.
     """
     norms = _norms("convert", model)

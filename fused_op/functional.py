@@ -75,7 +75,7 @@ def fused_layer_norm(
 
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument has the wrong type.
         ValueError: ``eps`` is not finite, ``dropout_p`` is not between 0 and 1 or stands beside
             ``memory_efficient``, or ``rounding`` is neither of the two.
 
@@ -139,7 +139,7 @@ def fused_rms_norm(
 
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument has the wrong type.
         ValueError: ``eps`` is not finite, ``dropout_p`` is not between 0 and 1 or stands beside
             ``memory_efficient``, or ``rounding`` is neither of the two.
 
@@ -204,7 +204,7 @@ def fused_add_layer_norm(
 
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument has the wrong type.
         ValueError: ``eps`` is not finite, ``dropout_p`` not between 0 and 1, or ``rounding`` wrong.
 
     Source: Ba, Kiros and Hinton 2016 (https://arxiv.org/abs/1607.06450).
@@ -269,7 +269,7 @@ def fused_add_rms_norm(
 
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument has the wrong type.
         ValueError: ``eps`` is not finite, ``dropout_p`` not between 0 and 1, or ``rounding`` wrong.
 
     Source: Zhang and Sennrich 2019 (https://arxiv.org/abs/1910.07467).

@@ -1,7 +1,7 @@
 """Norms whose output is quantised in the same pass: fp8 or int8, and the scales.
 
 The gradient goes straight through: backward is that of the norm, with the gradient of the output as
-if nothing had been rounded. ``_quantized_routes.py`` runs the calls.
+if it were not rounded. ``_quantized_routes.py`` runs the calls.
 """
 
 from __future__ import annotations
@@ -39,41 +39,41 @@ def fused_rms_norm_quantized(
         input: ``[..., *normalized_shape]``, float16, bfloat16 or float32.
         weight: as in :func:`fused_rms_norm`.
         eps: likewise.
-        scheme: what a scale covers. ``"tensor"``: all, by the ``scale`` that is given. ``"token"``:
-            a row. ``"block128"``: 128 neighbouring columns of a row; the last block of a row takes
-            what is left.
-        dtype: ``torch.float8_e4m3fn``; ``torch.float8_e5m2`` of torchao and te, or ``torch.int8``
-            of vllm. Rounded to nearest even and saturated.
-        convention: whose rule the scales follow: ``"torchao"``, ``"vllm"``, ``"deep_gemm"``
-            (blocks) or ``"te"`` (tensor and blocks).
-        scale: of scheme ``"tensor"``: one float32 on the device of ``input``. The output is about
+        scheme: what a scale covers. ``"tensor"``: the whole tensor; the argument ``scale`` is the
+            scale. ``"token"``: a row. ``"block128"``: 128 neighbouring columns of a row; the last
+            block of a row may be shorter.
+        dtype: ``torch.float8_e4m3fn``; with torchao and te also ``torch.float8_e5m2``, with vllm
+            also ``torch.int8``. Values are rounded to nearest even and saturated.
+        convention: the library whose rule the scales follow: ``"torchao"``, ``"vllm"``,
+            ``"deep_gemm"`` (only blocks) or ``"te"`` (tensor and blocks).
+        scale: for scheme ``"tensor"``: one float32 on the device of ``input``. The output is about
             ``quantized * scale``; with te, as in its quantizers, ``quantized / scale``.
-        power_of_two: round scales to powers of two: torchao's of rows and blocks, those of
-            deep_gemm, and by default those of te.
+        power_of_two: round scales to powers of two. Possible for torchao (rows and blocks),
+            deep_gemm and te (blocks); by default, te rounds the scales of blocks.
         scale_dtype: float32, or ``torch.float8_e8m0fnu`` for powers of two.
-        scale_layout: of blocks. ``"transposed"``: scales of neighbouring rows are neighbours, with
-            room for a multiple of 4 rows, as ``scaled_mm`` and DeepGEMM read them. There is room
-            for as many rows behind ``quantized``; both are zero there.
-        keep_output: return the output, too.
+        scale_layout: of blocks. ``"transposed"``: the scales of neighbouring rows are adjacent, and
+            rows are padded to a multiple of 4, as ``scaled_mm`` and DeepGEMM read them.
+            ``quantized`` is padded to as many rows; both are zero there.
+        keep_output: also return the output.
         normalized_shape: as in :func:`fused_rms_norm`.
         zero_centered: likewise.
         rounding: likewise.
-        out_dtype: what the output is rounded to before it is quantised: bits are those of the norm
-            followed by the convention's own quantisation.
+        out_dtype: the dtype to which the output is rounded before it is quantised. The bits are
+            those of the norm followed by the convention's own quantisation.
 
     Returns:
-        A :class:`QuantizedNorm`. ``quantized`` has the shape of ``input``. ``scale`` is what to
-        multiply it by: ``[..., 1]`` for rows, ``[..., blocks]``, or the tensor's. ``output`` is
-        the norm's if ``keep_output``. Gradients arrive through it: where they are recorded and it
-        is not kept, it is a placeholder of NaN without memory of its own, which a linear layer
-        takes as the input to send its gradient to. ``sum`` is None.
+        A :class:`QuantizedNorm`. ``quantized`` has the shape of ``input``. ``scale`` decodes
+        it: ``[..., 1]`` for rows, ``[..., blocks]``, or one for the tensor. ``output`` is the
+        output of the norm if ``keep_output``. Gradients arrive through it. If they are recorded
+        and it is not kept, it is a placeholder of NaN without memory of its own, to which a linear
+        layer sends the gradient of its input. ``sum`` is None.
 
-        NaN and infinity stay in their row: its scale, or of te its values, says so.
+        NaN and infinity stay in their row. They show in its scale; with te, in its values.
 
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
-        TypeError: an argument is of the wrong kind.
-        ValueError: arguments that do not go together, such as a dtype that a convention has not.
+        TypeError: an argument has the wrong type.
+        ValueError: arguments that do not go together, such as a dtype that the convention lacks.
     """
     given = scheme, dtype, convention, power_of_two, scale_dtype, scale_layout
     options = Options(

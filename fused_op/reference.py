@@ -220,7 +220,7 @@ def fused_gated_rms_norm(
     if weight is not None:
         x = x * weight_factor(weight, compute, zero_centered)
         if rounds_first(rounding, input.dtype) and weight.dtype == input.dtype:
-            # Where 1 is added, the factor has 32 bits, and so has the product.
+            # With 1 added, the factor has 32 bits, and so does the product.
             x = x if zero_centered else rounded(x, input.dtype)
     if not gate_first:
         x = x * factor

@@ -220,8 +220,8 @@ def normalized_rows(
     scale = _power_of_two(spread, largest.clamp(min=math.sqrt(max(eps, 0))))
     x = x * scale
     if norm == "layer_norm":
-        # In two steps, because the rounding of a mean far from zero would show. For derivatives, the
-        # first step subtracts a constant; the second is the formula.
+        # In two steps, because the rounding of a mean far from zero would show. For derivatives,
+        # the first step subtracts a constant; the second is the formula.
         mean = x.detach().mean(dims, keepdim=True)
         x = x - mean.clamp(low * scale, high * scale)
         x = x - x.mean(dims, keepdim=True)

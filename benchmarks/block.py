@@ -1,11 +1,11 @@
-"""The norms where they are used, in a transformer block: `python -m benchmarks.block --json FILE`.
+"""The norms in use, in a transformer block: `python -m benchmarks.block --json FILE`.
 
 A pre-norm block, 8192 bf16 tokens, forward and backward: the time of a step by CUDA events, and the
-memory of a step, with the norms of PyTorch, of this library and of Liger. And the memory of each
-norm alone. Two figures of memory, both above what there was before: `held` by the end of forward,
-outputs included, which is what a deep model multiplies by its layers, and the `peak` of forward and
-backward. Inputs are made and let go as a model does it, so a norm that need not keep its input does
-not hold it; the gradients of the outputs are there before and not counted.
+memory of a step, with the norms of PyTorch, of this library and of Liger. Also the memory of each
+norm alone. There are two figures of memory, both counted from the start: `held` at the end of
+forward, outputs included, which a deep model multiplies by its layers, and the `peak` of forward
+and backward. Inputs are created and released as in a model, so a norm that need not keep its input
+does not hold it. The gradients of the outputs exist before, and are not counted.
 
 Needs a GPU. The file is rewritten after every row, so that a run that is stopped keeps its rows.
 """
@@ -53,7 +53,7 @@ class Meter(Protocol):
 
 
 class CudaMeter:
-    """The books of PyTorch's allocator; the host keeps them, so nothing has to be waited for."""
+    """The counters of PyTorch's allocator, which are on the host, so nothing has to be awaited."""
 
     def start(self) -> None:
         gc.collect()
@@ -95,7 +95,7 @@ def measure_memory(
 def time_steps(
     steps: dict[str, Callable[[], Any]], device: torch.device, rounds: int, iterations: int
 ) -> dict[str, Timing]:
-    """The variants take turns, so that all meet the same clocks; the median round counts."""
+    """Time the variants in turns, so that all see the same clocks; the median round counts."""
     taken: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
@@ -220,7 +220,7 @@ def main() -> None:
                 print(f"  {name}: not measured: {figures['failed']}", file=sys.stderr)
 
     sizes = options.hidden or HIDDEN
-    for mode in MODES[:1] if options.no_compile else MODES:  # first what is done soon
+    for mode in MODES[:1] if options.no_compile else MODES:  # the quick rows first
         for op in MEMORY_OPS:  # at one size: it is in proportion to the size
             print(f"{mode}: {op} alone, hidden {max(sizes)}", file=sys.stderr, flush=True)
             keep("norms", measure_norm(op, max(sizes), mode, device, meter))

@@ -1,4 +1,4 @@
-"""What benchmarks.block compares: a transformer block, and norms by several hands to put into it.
+"""What benchmarks.block compares: a transformer block with the norms of several libraries.
 
 Every variant builds a module for an op of grids.OPS. A plain norm is called as `norm(input)`, one
 with an addition as `norm(input, residual)`; that returns the output and the sum, as
@@ -111,8 +111,8 @@ VARIANTS = (
 class Block(nn.Module):
     """Pre-norm attention and MLP, on the last branch that is not added yet and the stream.
 
-    That each norm comes right after an addition is what lets the two be one kernel, in the chain
-    of blocks of any pre-norm transformer.
+    Each norm comes right after an addition, so the two can be one kernel in the chain of blocks of
+    any pre-norm transformer.
     """
 
     def __init__(self, hidden: int, make_norm: Callable[[], nn.Module]) -> None:

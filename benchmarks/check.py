@@ -1,7 +1,7 @@
-"""Whether an implementation computes the op at all, before it is timed.
+"""Checks that an implementation computes the op, before it is timed.
 
-Not a test of the library (test_correctness.py is): it keeps out of the tables what is fast because
-it computes something else, ours included.
+This is no test of the library (test_correctness.py is). It keeps implementations out of the tables
+that are fast because they compute something else, ours included.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_values(
 ) -> float:
     """Largest relative L2 error among outputs and gradients, against PyTorch in fp64.
 
-    Rows are independent, so a large case is checked on its first rows alone, for which the
+    Rows are independent, so a large case is checked only on its first rows, for which the
     gradients of the parameters say nothing.
 
     Raises:
@@ -88,10 +88,10 @@ def check_values(
 
 
 def _scale_of_drops(found: list[Tensor], item: InputSet, rows: int) -> Tensor:
-    """What each input was multiplied by, 0 or 1 / (1 - p), as the results show.
+    """The factor of each input, 0 or 1 / (1 - p), recovered from the results.
 
-    Its sum with the residual tells; for inputs that are lost in the rounding of the sum, their
-    gradient does, which is zero where one was dropped (and seldom by chance).
+    The sum shows it. For inputs that are lost in the rounding of the sum, their gradient does: it
+    is zero where an input was dropped (and seldom by chance).
 
     Raises:
         RuntimeError: far more or fewer were dropped than p says.

@@ -23,7 +23,7 @@ from .run import run_eager
 OPS = ("layer_norm", "rms_norm")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 WIDTHS = (1, 3, 17, 64, 100, 255, 768, 1023, 1024, 4096, 8192, 65536)
-ELEMENTS = (1 << 16, 1 << 20)  # of a call; the time of a small one is that of the host
+ELEMENTS = (1 << 16, 1 << 20)  # of a call; smaller ones measure the host
 MOST_ROWS = 100_000
 ROUNDS = 15
 
@@ -35,8 +35,8 @@ def shapes_of(elements: int, widths: tuple[int, ...] = WIDTHS) -> list[tuple[int
 def keep_freed_memory() -> None:
     """Let malloc keep what is freed, as it does in a process that has run for a while.
 
-    Else it gives outputs of some sizes back to the system, of ours and of PyTorch's alike, and
-    their pages are mapped again in every call: half of the time of a call, by chance of either.
+    Otherwise malloc returns outputs of some sizes to the system, ours and PyTorch's alike, and maps
+    their pages again in every call. That can take half of the time of a call, for either.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
     if mallopt is not None:
@@ -75,14 +75,14 @@ def measure(
 
 
 def rounded(row: dict[str, Any]) -> dict[str, Any]:
-    """What the table needs of a row, in hundredths of a microsecond."""
+    """The figures of a row that the table needs, in hundredths of a microsecond."""
     times = {name: [round(us, 2) for us in row[name]] for name in row if name.endswith("rounds_us")}
     call = {name: row[name] for name in ("op", "dtype", "rows", "cols", "mode")}
     return call | times
 
 
 def speedup(row: Any) -> float:
-    """Of the rounds the fastest counts, as other processes slow some of them."""
+    """The fastest round counts, because other processes slow some of them down."""
     return min(row["pytorch_rounds_us"]) / min(row["custom_rounds_us"])
 
 
@@ -105,7 +105,7 @@ def table(rows: list[Any]) -> str:
 
 
 def summary(rows: list[Any]) -> str:
-    """What README.md says of the result; tests/packaging/test_docs.py compares them."""
+    """The sentence about the result in README.md; tests/packaging/test_docs.py compares them."""
     faster = {op: [speedup(row) > 1 for row in rows if row["op"] == op] for op in OPS}
     counts = [f"{sum(faster[op])} of {len(faster[op])}" for op in OPS]
     return (

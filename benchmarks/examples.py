@@ -1,4 +1,4 @@
-"""What the examples print of themselves: `python -m benchmarks.examples --json FILE`.
+"""What the examples print: `python -m benchmarks.examples --json FILE`.
 
 Each is copied, built and run in a folder of its own, as tests/packaging/test_examples.py does. The
 file goes to benchmarks/results/examples; `python -m benchmarks.tables` shows it in
@@ -65,7 +65,7 @@ def main() -> None:
     names = options.only or list(SCRIPTS)
     outputs = {}
     with tempfile.TemporaryDirectory() as directory:
-        with ThreadPoolExecutor() as pool:  # builds side by side, and what is timed alone
+        with ThreadPoolExecutor() as pool:  # builds run side by side, timed examples alone
             folders = list(pool.map(built, names, (Path(directory) / name for name in names)))
         for name, folder in zip(names, folders, strict=True):
             outputs[name] = run(folder, SCRIPTS[name], *options.arguments)

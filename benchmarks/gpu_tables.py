@@ -72,7 +72,7 @@ def headline(result: dict[str, Any]) -> str:
 
 
 def target_table(result: dict[str, Any]) -> str:
-    """One line per line of the target table, at the shape where we do worst."""
+    """A line for each line of the target table, at the shape where we do worst."""
     rows = {(row["op"], row["dtype"], row["rows"], row["cols"]): row for row in result["rows"]}
     groups: dict[tuple[Any, ...], list[Target]] = {}
     for target in sorted(TARGETS, key=lambda target: list(_NAMES).index(target.figure)):

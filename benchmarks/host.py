@@ -1,8 +1,8 @@
 """What a small eager call costs on the host: `python -m benchmarks.host --json FILE`.
 
 At 8 x 256 elements the device has nearly nothing to do: the time is that of Python, C++, autograd
-and launches. PyTorch's functions and ours take turns in one process, on one thread: its layer norm
-would otherwise wake others even for 8 rows. Less than a minute.
+and launches. PyTorch's functions and ours take turns in one process, on one thread, because
+PyTorch's layer norm would otherwise wake other threads even for 8 rows. Less than a minute.
 """
 
 from __future__ import annotations

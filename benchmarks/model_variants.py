@@ -1,4 +1,4 @@
-"""What benchmarks.models compares: models of transformers, with norms by several hands.
+"""What benchmarks.models compares: models of transformers with the norms of several libraries.
 
 Weights are random, so nothing is downloaded. transformers is imported where a model is built.
 """
@@ -144,7 +144,7 @@ MODELS = (
 
 
 class NothingToMeasure(Exception):
-    """A variant would be the native model under another name."""
+    """Raised if a variant would be the native model under another name."""
 
 
 @dataclass
@@ -205,7 +205,7 @@ def _convert(model: nn.Module) -> int:
 
 
 def _liger(model: nn.Module, mode: str) -> Built:
-    """Its norms alone, as for us; its other kernels would hide what they cost."""
+    """Only its norms, as for us: its other kernels would hide what the norms cost."""
     from liger_kernel.transformers import LigerLayerNorm, LigerRMSNorm
 
     replaced = 0

@@ -4,7 +4,7 @@ Llama, Qwen3, GPT-2 and ViT with random bf16 weights, eager and by torch.compile
 converted with the residual additions in the norms (by `convert(residual=True)` or `compile_pass`),
 and with Liger's norms where it is installed. A step is forward, loss and backward; the optimizer,
 which is the same for all, is left out. Variants share their parameters and take turns, so that all
-meet the same clocks. One whose loss or gradients differ from the native ones is no figure.
+see the same clocks. A variant whose loss or gradients differ from the native ones gets no figure.
 
 The file is rewritten after every row, which is a model in a mode. `--append` goes on where a run
 stopped, and no row begins after `--minutes`. `--small` takes tiny sizes, to try the program without
@@ -55,7 +55,7 @@ TOLERANCES = {"loss": 0.01, "gradient_norm": 0.05}
 
 
 class Step:
-    """A variant that has made its first steps: what is timed, and what it computed."""
+    """A variant after its first steps: what is timed, and what it computed."""
 
     def __init__(
         self, variant: Variant, native: nn.Module, inputs: dict[str, Any], mode: str
@@ -75,7 +75,7 @@ class Step:
         self.clear()
 
     def forward(self) -> Any:
-        """That of training: it keeps what backward needs."""
+        """The forward of training, which keeps what backward needs."""
         return self.model(**self.inputs).loss
 
     def __call__(self) -> None:
@@ -88,7 +88,7 @@ class Step:
 
 
 def check(found: dict[str, float], native: dict[str, float]) -> None:
-    """Raises where a variant computed something else than the native model, or that did not run."""
+    """Raises if a variant computed something else than the native model, or that did not run."""
     if not native:
         raise NothingToMeasure("the native model did not run")
     for name, tolerance in TOLERANCES.items():

@@ -29,7 +29,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 @dataclass(frozen=True)
 class Option:
-    """One call; bytes are those of one element that no implementation can avoid."""
+    """One call. The bytes are those of an element that no implementation can avoid."""
 
     name: str
     function: Callable[..., Any]

@@ -53,12 +53,12 @@ class Picture(NamedTuple):
 
 
 def source_hash(paths: Sequence[Path]) -> str:
-    """Of the results that a picture shows."""
+    """The hash of the results that a picture shows."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
 def source_in(picture: Path) -> str:
-    """That of a picture that `write` has drawn, from its metadata."""
+    """The same hash of a picture that `write` has drawn, from its metadata."""
     (found,) = re.findall(rb"tEXtSource\0([0-9a-f]{16})", picture.read_bytes())
     return str(found, "ascii")
 

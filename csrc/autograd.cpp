@@ -26,16 +26,16 @@ std::atomic<bool> in_cpp{true};
 std::atomic<int> disabled_blocks{0};
 
 constexpr std::size_t kTensors = 5;    // of NormTensors
-constexpr std::size_t kArguments = 7;  // of NormNode::forward, its context aside
-constexpr std::int64_t kAbsent = -1;   // in the place of a dtype
+constexpr std::size_t kArguments = 7;  // of NormNode::forward, not counting its context
+constexpr std::int64_t kAbsent = -1;   // stands for an absent dtype
 
-// What backward needs to know of a call, in a form that a node can hold and compiled autograd can
-// compare.
+// What backward needs to know about a call, in a form that a node can hold and compiled autograd
+// can compare.
 struct Recorded {
   BackwardOptions options;
   at::ScalarType output_dtype = at::kFloat;
   double eps = 0;
-  std::array<bool, kTensors> given = {};  // of input, residual, weight, bias and rng_state
+  std::array<bool, kTensors> given = {};  // for input, residual, weight, bias and rng_state
 
   void save(AutogradContext& context) const {
     std::vector<std::int64_t> numbers = {
@@ -74,7 +74,7 @@ struct Recorded {
     options.dropout_p = context.saved_data["dropout_p"].toDouble();
   }
 
-  // As backward_options() in fused_op/_options.py.
+  // Computes the same as backward_options() in fused_op/_options.py.
   Recorded(const NormTensors& tensors, const NormOptions& forward, bool x_is_output)
       : output_dtype(forward.output_dtype.value_or(tensors.input.scalar_type())),
         eps(forward.eps),
@@ -93,7 +93,7 @@ struct Recorded {
     options.param_dtype = tensors.weight ? tensors.weight->scalar_type()
                           : tensors.bias ? tensors.bias->scalar_type()
                                          : options.input_dtype;
-    // Where weight and bias differ in dtype, autograd rounds their gradients to either.
+    // If weight and bias differ in dtype, autograd rounds each gradient to its own.
     if (tensors.bias && tensors.bias->scalar_type() != options.param_dtype) {
       options.param_dtype = options.input_dtype == at::kDouble ? at::kDouble : at::kFloat;
     }
@@ -109,8 +109,7 @@ OptionalTensor optional(const at::Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-// --- Python, where a kernel is not enough
-// ---------------------------------------------------------
+// Below: calls into Python, for gradients that need more than a kernel.
 
 py::object wrap(const at::Tensor& tensor) {
   return tensor.defined() ? py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor))
@@ -150,7 +149,7 @@ FourTensors backward(const BackwardTensors& tensors, const Recorded& recorded) {
   if (!at::GradMode::is_enabled() && !is_disabled() && is_plain(tensors)) {
     try {
       return route_norm_backward(tensors, recorded.options);
-    } catch (const KernelError&) {  // Python says so, and has the formula
+    } catch (const KernelError&) {  // Python reports the error and computes the formula
     }
   }
   return backward_in_python(tensors, recorded);
@@ -158,7 +157,7 @@ FourTensors backward(const BackwardTensors& tensors, const Recorded& recorded) {
 
 }  // namespace
 
-// Autograd calls its node CppNode<fused_op::NormNode>.
+// Autograd shows this node as CppNode<fused_op::NormNode>.
 class NormNode : public torch::autograd::Function<NormNode> {
  public:
   static variable_list forward(AutogradContext* context, const at::Tensor& input,
@@ -187,7 +186,7 @@ class NormNode : public torch::autograd::Function<NormNode> {
     }
     const at::Tensor& grad_sum = grads.size() > 1 ? grads[1] : grads[0];
     const bool shared = shares_gradient(recorded.options);
-    if (!grads[0].defined() && shared) {  // the sum alone was used
+    if (!grads[0].defined() && shared) {  // only the sum was used
       results[0] = wanted[0] ? grad_sum : at::Tensor();
       results[1] = wanted[1] ? grad_sum : at::Tensor();
       return results;
@@ -201,7 +200,8 @@ class NormNode : public torch::autograd::Function<NormNode> {
         {grad_output, grads.size() > 1 ? optional(grad_sum) : std::nullopt, saved[0],
          optional(saved[1]), optional(saved[2]), saved[3], optional(saved[4])},
         recorded);
-    // One tensor for both, as torch.add does: autograd copies where it would be stored twice.
+    // Return one tensor for both, as torch.add does. Autograd copies it where it would be stored
+    // twice.
     results[1] = wanted[1] ? (shared ? grad_input : grad_residual) : at::Tensor();
     results[0] = wanted[0] ? grad_input : at::Tensor();
     results[2] = wanted[2] ? grad_weight : at::Tensor();

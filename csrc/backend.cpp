@@ -1,6 +1,6 @@
 // The one place where torch meets CUDA and threads: device guard, current stream, launch errors,
-// at::parallel_for. Not ATen/cuda/CUDAContext.h: it needs cuBLAS and cuSPARSE headers, which a bare
-// nvcc does not bring.
+// at::parallel_for. It does not include ATen/cuda/CUDAContext.h, which needs the headers of cuBLAS
+// and cuSPARSE; nvcc alone does not bring them.
 #include "backend.h"
 
 #include <ATen/EmptyTensor.h>
@@ -30,7 +30,7 @@
 namespace fused_op::backend {
 namespace {
 
-// Below this many elements a thread's wake-up costs more than its share of the work.
+// For fewer elements than this, waking a thread costs more than its share of the work.
 constexpr std::int64_t kElementsPerThread = 32768;
 
 // A forked child inherits the parent's OpenMP runtime, but none of its threads: a parallel region
@@ -39,7 +39,7 @@ bool in_forked_child = false;
 [[maybe_unused]] const int fork_handler_status =
     pthread_atfork(nullptr, nullptr, [] { in_forked_child = true; });
 
-// The loops for this CPU, or those that FUSED_OP_CPU names: for tests and measurements.
+// The loops for this CPU. FUSED_OP_CPU overrides the choice, for tests and measurements.
 const cpu::Level& loops() {
   static const cpu::Level& level = []() -> const cpu::Level& {
     const char* const name = std::getenv("FUSED_OP_CPU");
@@ -54,7 +54,8 @@ const cpu::Level& loops() {
   return level;
 }
 
-// Calls work(first, last) on ranges that together cover [0, count). An item is some `elements`.
+// Calls work(first, last) on ranges that together cover [0, count). Each item has `elements`
+// elements.
 template <typename Work>
 void parallel_for(std::int64_t count, std::int64_t elements, const Work& work) {
   if (in_forked_child) {
@@ -79,7 +80,7 @@ at::PhiloxCudaState draw_philox_state(at::Device device) {
   return at::check_generator<at::CUDAGeneratorImpl>(generator)->philox_cuda_state(/*increment=*/4);
 }
 
-// Each replay of a graph has a seed and an offset of its own, which the generator writes to device
+// In a CUDA graph, every replay has its own seed and offset. The generator writes them to device
 // memory first.
 at::Tensor captured_state(const at::PhiloxCudaState& drawn, at::Device device) {
   const auto value_at = [device](std::int64_t* pointer) {
@@ -97,7 +98,7 @@ at::Tensor known_state(const at::PhiloxCudaState& drawn, at::Device device, bool
   const auto seed = static_cast<std::int64_t>(drawn.seed_.val);
   const auto offset = static_cast<std::int64_t>(drawn.offset_.val);
   const at::Tensor state = empty({2}, at::kLong, on_device ? device : at::Device(at::kCPU));
-  if (on_device) {  // by kernels, because a copy from the CPU would wait for the GPU
+  if (on_device) {  // by kernels: a copy from the CPU would wait for the GPU
     state.narrow(0, 0, 1).fill_(seed);
     state.narrow(0, 1, 1).fill_(offset);
   } else {

@@ -12,7 +12,7 @@ bool is_supported(at::ScalarType dtype) {
          dtype == at::kDouble;
 }
 
-// The output may be wider than a 16-bit input, or narrower than a f32 one.
+// The output may be wider than a 16-bit input or narrower than an f32 one.
 bool is_supported_output(at::ScalarType input, at::ScalarType output) {
   return is_supported_pair(input, output) ||
          (input == at::kFloat && is_supported(output) && c10::elementSize(output) == 2);
@@ -25,7 +25,7 @@ void check_param_dtype(const char* op, const char* name, at::ScalarType dtype) {
               name, " of ", dtype);
 }
 
-// A residual, and the sum with it, may be wider than a 16-bit input.
+// The residual and the sum may be wider than a 16-bit input.
 void check_residual_kind(const char* op, const at::Tensor& residual, const at::Tensor& input,
                          OptionalDtype sum_dtype) {
   const auto or_float = [](at::ScalarType dtype) {
@@ -58,7 +58,7 @@ void check_dropout(const char* op, double p, const OptionalTensor& rng_state,
       input.device());
 }
 
-// Backward may see neither the input nor the parameters, so that their dtypes are options.
+// Backward may see neither the input nor the parameters. Their dtypes are therefore options.
 void check_backward_dtypes(const char* op, const BackwardTensors& tensors,
                            const BackwardOptions& options) {
   const at::ScalarType x = tensors.x.scalar_type(), input = options.input_dtype;
@@ -190,8 +190,9 @@ void check_stats(const char* op, const at::Tensor& stats, NormKind norm, const a
               " of shape ", stats.sizes(), " on ", stats.device());
 }
 
-// Kernels, and PyTorch's own copies before them, read what they get. The GPU traps at an address
-// that is no multiple of the element size, and takes the process with it; the CPU reads bytewise.
+// Kernels, and PyTorch's copies before them, read at the address they are given. At an address that
+// is not a multiple of the element size, the GPU traps and takes the process with it. The CPU reads
+// such bytes as they are.
 void check_memory(const char* op, const char* name, const at::Tensor& tensor) {
   TORCH_CHECK(tensor.unsafeGetTensorImpl()->storage_initialized(), op, ": the memory of ", name,
               ", of shape ", tensor.sizes(), ", is not allocated yet, or was freed");

@@ -1,6 +1,6 @@
-// What an op accepts, and the sentence for everything else: op, expectation, finding. Where
-// PyTorch's own layer_norm and rms_norm have an error for the same mistake, the sentence contains
-// theirs and has its exception type, so that code which looks for it keeps working.
+// What an op accepts, and an error message for everything else: op, expectation, finding. Where
+// PyTorch's own layer_norm and rms_norm have an error for the same mistake, the message contains
+// theirs and has its exception type, so code that looks for it keeps working.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@
 
 namespace fused_op {
 
-// "layer_norm" and "rms_norm", as the dispatcher and Python say it.
+// "layer_norm" and "rms_norm", the names used by the dispatcher and Python.
 NormKind parse_norm(std::string_view norm);
 std::string_view name_of(NormKind norm);
 
@@ -22,30 +22,31 @@ std::string_view name_of(NormKind norm);
 Rounding parse_rounding(std::string_view rounding);
 std::string_view name_of(Rounding rounding);
 
-// The public function that a user called.
+// The name of the public function that the user called.
 const char* op_name(NormKind norm, bool adds_residual);
 
-// How many trailing dimensions a call normalises: by default those of its weight, else of its bias,
-// else one.
+// How many trailing dimensions a call normalises: by default those of its weight, else those of its
+// bias, else one.
 std::int64_t normalized_ndim(const NormTensors& tensors, const NormOptions& options);
 
-// Beside an input, other rows have its dtype; beside a 16-bit input they may also be f32. Kernels
-// read parameters of these dtypes as they are; others are converted first: kernel_arguments.h.
+// Other rows must have the dtype of the input; beside a 16-bit input they may also be f32. Kernels
+// read parameters of these dtypes directly. Others are converted first: kernel_arguments.h.
 bool is_supported_pair(at::ScalarType input, at::ScalarType other);
 
-// Whether the rows' dtypes do not fit together, but would after a cast.
+// Whether the dtypes of the rows do not fit together, but would after a cast.
 bool can_cast(const NormTensors& tensors);
 
-// Whether input and residual have one gradient.
+// Whether input and residual share one gradient.
 bool shares_gradient(const BackwardOptions& options);
 
-// eps, layouts, dtypes and devices: for every kind of tensor, also fake, sharded and transformed.
+// Checks eps, layouts, dtypes and devices, for every kind of tensor, including fake, sharded and
+// transformed ones.
 void check_kinds(const char* op, const NormTensors& tensors, const NormOptions& options);
 void check_dense(const char* op, const char* name, const at::Tensor& tensor);
 
-// One tensor: that kernels take its layout and dtype as those of rows, or of a parameter; that it
-// lies beside the input, or has a shape; that `stats` are those of x; and, last of all, that there
-// is memory, at an address that a GPU can read.
+// Checks of one tensor: that kernels take its layout and dtype, as rows or as a parameter; that it
+// is on the device of the input, or has a given shape; that `stats` belongs to x; and last, that it
+// has memory, at an address that a GPU can read.
 void check_rows(const char* op, const char* name, const at::Tensor& tensor);
 void check_param_kind(const char* op, const char* name, const OptionalTensor& param,
                       const at::Tensor& input);
@@ -60,17 +61,17 @@ void check_stats(const char* op, const at::Tensor& stats, NormKind norm, const a
 void check_memory(const char* op, const char* name, const at::Tensor& tensor);
 void check_memory(const char* op, const char* name, const OptionalTensor& tensor);
 
-// The rows and columns of a call, if it has that many dimensions.
+// The rows and columns of a call. Checks that x has enough dimensions.
 Shape checked_shape(const char* op, const at::Tensor& x, std::int64_t normalized_ndim);
 
-// All the rest, of what a kernel is about to read.
+// Checks everything else about a call whose tensors a kernel is about to read.
 void check_call(const char* op, const NormTensors& tensors, const NormOptions& options,
                 const Shape& shape);
 void check_call(const char* op, const BackwardTensors& tensors, const BackwardOptions& options);
 void check_main_grads(const char* op, const MainGrads& main_grads, bool weight_wanted,
                       bool bias_wanted, const at::Tensor& x, std::int64_t normalized_ndim);
 
-// That there is memory, and on a GPU at addresses that it can read.
+// Checks that there is memory, and on a GPU that its address is readable.
 void check_memory(const char* op, const NormTensors& tensors);
 void check_memory(const char* op, const BackwardTensors& tensors, const MainGrads& main_grads);
 

@@ -1,5 +1,5 @@
-// The dispatcher's schemas are flat lists of arguments. This file alone knows them: it takes them
-// apart on the way to a kernel, and puts them together on the way to the dispatcher.
+// The dispatcher's schemas are flat lists of arguments. Only this file knows them: it unpacks them
+// on the way to a kernel and packs them on the way to the dispatcher.
 #include "dispatcher.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -14,7 +14,7 @@
 namespace fused_op {
 namespace {
 
-// AOTInductor has no place for an undefined result.
+// AOTInductor cannot represent an undefined result.
 template <typename Results>
 Results defined(Results&& results, const at::Tensor& like) {
   const auto define = [&](at::Tensor& tensor) {
@@ -65,7 +65,7 @@ FourTensors norm_backward_op(std::string_view norm, const at::Tensor& grad_outpu
                  grad_output);
 }
 
-// The arguments of the ops above, in their order.
+// The arguments of these ops, in the order of the schemas.
 auto flat(const NormTensors& tensors, const NormOptions& options) {
   return std::tuple_cat(
       std::tuple(name_of(options.norm)),
@@ -85,7 +85,7 @@ auto flat(const BackwardTensors& tensors, const BackwardOptions& options) {
                                  options.residual_dtype, options.param_dtype, options.wanted));
 }
 
-// Calls the registered op of this name, which has the signature of `Op`.
+// Calls the registered op of this name. Its signature is that of `Op`.
 template <typename Op, typename Arguments>
 auto call(const char* name, const Arguments& arguments) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Op>();
@@ -126,7 +126,7 @@ std::vector<c10::IValue> arguments(const BackwardTensors& tensors, const Backwar
 
 }  // namespace dispatcher
 
-// Further files add to the namespace with TORCH_LIBRARY_FRAGMENT.
+// Other files add to the namespace with TORCH_LIBRARY_FRAGMENT.
 TORCH_LIBRARY(fused_op, m) {
   m.def(
       "norm_forward(str norm, Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, "
@@ -146,7 +146,7 @@ TORCH_LIBRARY(fused_op, m) {
         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
 }
 
-// CUDA also in a build without it: its error names the reason.
+// CUDA is registered in a CPU build, too: the error then names the reason.
 TORCH_LIBRARY_IMPL(fused_op, CPU, m) {
   m.impl("norm_forward", &norm_forward_op);
   m.impl("norm_backward", &norm_backward_op);
@@ -159,8 +159,8 @@ TORCH_LIBRARY_IMPL(fused_op, CUDA, m) {
   m.impl("dropout_state", &dropout_state);
 }
 
-// The derivative is that of the autograd.Function in functional.py. Whoever records a graph through
-// an op past it, as the training of an exported program does, would get gradients of zero.
+// The autograd.Function in functional.py has the derivative. A graph that is recorded through an op
+// without it, as when an exported program is trained, would get gradients of zero.
 TORCH_LIBRARY_IMPL(fused_op, Autograd, m) {
   m.impl("norm_forward", torch::autograd::autogradNotImplementedFallback());
   m.impl("norm_backward", torch::autograd::autogradNotImplementedFallback());

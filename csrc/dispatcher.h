@@ -11,13 +11,13 @@
 
 namespace fused_op::dispatcher {
 
-// As the functions of fused_op.h, but undefined results are tensors without elements here: the
-// results of an op must be real tensors.
+// Like the functions of fused_op.h, but an undefined result is a tensor without elements, because
+// the results of an op must be real tensors.
 ThreeTensors norm_forward(const NormTensors& tensors, const NormOptions& options);
 FourTensors norm_backward(const BackwardTensors& tensors, const BackwardOptions& options);
 at::Tensor dropout_state(const at::Tensor& like, bool on_device);
 
-// The arguments of those calls, for a profiler that asks for them.
+// The arguments of those calls, for a profiler that wants them.
 std::vector<c10::IValue> arguments(const NormTensors& tensors, const NormOptions& options);
 std::vector<c10::IValue> arguments(const BackwardTensors& tensors, const BackwardOptions& options);
 

@@ -19,14 +19,14 @@
 
 namespace fused_op {
 
-extern const char* const kSourceHash;  // setup.py writes its file
+extern const char* const kSourceHash;  // defined in a file that setup.py writes
 
 namespace {
 
 namespace py = pybind11;
 
-// Results for Python, which gets our reference to each; pybind11 would add one and drop ours, and
-// that takes the interpreter lock again. Undefined tensors become None.
+// Results for Python, which takes over our reference to each. pybind11 would add a reference and
+// drop ours, and that takes the interpreter lock again. Undefined tensors become None.
 py::object to_python(at::Tensor&& tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
 }
@@ -36,8 +36,8 @@ py::tuple to_python(std::tuple<Tensors...>&& tensors) {
                     tensors);
 }
 
-// The members of enum.Enum("Route", ...), in the order of the C++ one. They live as long as the
-// process, and handing one out costs a reference.
+// The members of enum.Enum("Route", ...), in the order of the C++ enum. They live as long as the
+// process, so handing one out costs only a reference.
 constexpr std::array kRouteNames = {"AUTOGRAD",  "CHECK",  "DROPOUT", "DISPATCH",
                                     "COMPOSITE", "RECORD", "CAST"};
 std::array<PyObject*, kRouteNames.size()> route_members;
@@ -63,7 +63,7 @@ py::object to_python(Outputs&& outputs) {
                        : to_python(std::move(output));
 }
 
-// The outputs, or the Route that the call has to take.
+// The outputs, or the Route that the call has to take instead.
 py::object norm(py::handle tensors, py::handle options) {
   const std::variant<NormCall, Route> unpacked = unpack_usual(tensors, options);
   if (const Route* const route = std::get_if<Route>(&unpacked)) {

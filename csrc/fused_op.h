@@ -1,7 +1,7 @@
-// The op API: at::Tensor in, at::Tensor out. norm.cpp implements it. dispatcher.cpp registers it as
-// torch.ops.fused_op, and fused_op.cpp binds it to Python. Nothing here knows autograd, and kernels
-// read raw pointers: the tensors must be dense ones of CPU or CUDA, which routing.cpp makes sure
-// of.
+// The op API: at::Tensor in, at::Tensor out. norm.cpp implements it, dispatcher.cpp registers it as
+// torch.ops.fused_op, and fused_op.cpp binds it to Python. Nothing here knows autograd. Kernels
+// read raw pointers, so tensors must be dense, on CPU or CUDA; routing.cpp makes sure that they
+// are.
 //
 // Shapes: x is [..., normalized...]. The last `normalized_ndim` dimensions are normalised together:
 // they hold `cols` elements, and the leading dimensions are `rows`. A result that was not asked for
@@ -76,7 +76,7 @@ struct BackwardOptions {
   std::array<bool, 4> wanted = {};          // grad_input, grad_residual, grad_weight, grad_bias
 };
 
-// Where the gradients of the parameters are added instead of returned: [normalized...], f32.
+// Where parameter gradients are added instead of being returned: [normalized...], f32.
 struct MainGrads {
   OptionalTensor weight;
   OptionalTensor bias;
@@ -94,8 +94,8 @@ FourTensors norm_backward(const BackwardTensors& tensors, const BackwardOptions&
                           const MainGrads& main_grads = {});
 
 // Seed and offset of a dropout mask, for rng_state, as backend::dropout_state() draws them. `like`
-// is an empty tensor, of which only the device matters here: through it the dispatcher knows the
-// backend, and vmap whether there is one state or one for each sample.
+// is an empty tensor, of which only the device matters. Through it the dispatcher knows the
+// backend, and vmap knows whether there is one state or one for each sample.
 at::Tensor dropout_state(const at::Tensor& like, bool on_device);
 
 }  // namespace fused_op

@@ -1,5 +1,5 @@
-// The gated RMS norm: the norm kernels with a gate, before the norm or behind it. A row of the
-// kernels is a group of columns of a row of the tensors.
+// The gated RMS norm: the norm kernels with a gate before or after the norm. A kernel's row is one
+// group of columns of a tensor's row.
 #include <cmath>
 
 #include "backend.h"
@@ -11,7 +11,7 @@
 namespace fused_op {
 namespace {
 
-// The arguments of both ops that are no tensors.
+// The arguments of both ops that are not tensors.
 struct GatedOptions {
   std::int64_t group_size;
   bool sigmoid;
@@ -28,10 +28,11 @@ GatedOptions parse_options(std::int64_t group_size, std::string_view activation,
   return {group_size, activation == "sigmoid", gate_first, zero_centered, parse_rounding(rounding)};
 }
 
-// Groups that kernels can take as rows of a tensor; longer ones are taken one after the other.
+// Up to this size, kernels can take groups as rows of the tensor. Longer groups are computed one
+// after the other.
 constexpr std::int64_t kMostGroupBytes = 8192;
 
-// [..., groups, group_size]; itself where there is one group.
+// [..., groups, group_size], or the tensor itself if there is one group.
 at::Tensor grouped(const at::Tensor& tensor, std::int64_t group_size) {
   const std::int64_t cols = tensor.size(-1);
   return cols == group_size || group_size == 0
@@ -58,7 +59,7 @@ void check_tensors(const char* op, const at::Tensor& input, const at::Tensor& ga
               ": there are more than 2^31 groups");
 }
 
-// Of a call that reads something.
+// Checks the memory of every tensor that has elements.
 void check_all_memory(const char* op,
                       std::initializer_list<std::pair<const char*, const at::Tensor*>> tensors,
                       const OptionalTensor& weight) {
@@ -72,7 +73,7 @@ void check_all_memory(const char* op,
   }
 }
 
-// Those that may be split, if all of them are whole vectors; see readable_rows().
+// Rows may be read at two strides. If any are, all must be whole vectors; see readable_rows().
 RowAccess access_of(std::initializer_list<const at::Tensor*> tensors, const Shape& shape) {
   RowAccess access{.may_be_split = true, .most_split_bytes = kMostGroupBytes};
   for (const at::Tensor* const tensor : tensors) {
@@ -92,8 +93,8 @@ Gate make_gate(const at::Tensor& gate, const Shape& shape, const GatedOptions& o
   return made;
 }
 
-// A call on the GPU whose groups are no rows at two strides takes them one by one: they are too
-// long, or no whole vectors, so that the weights of a group may begin anywhere.
+// Whether the GPU computes one group after the other: groups that are too long, or not whole
+// vectors, so that the weights of a group may begin at any address.
 bool takes_in_turn(const at::Tensor& input, const at::Tensor& gate, const OptionalTensor& weight,
                    const Shape& shape, const GatedOptions& options) {
   if (!input.is_cuda() || input.size(-1) == options.group_size) {
@@ -113,7 +114,7 @@ OptionalTensor group_of(const OptionalTensor& weight, std::int64_t group, std::i
 using Results = std::tuple<at::Tensor, at::Tensor>;
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// Everything is checked.
+// Everything has been checked.
 void run_forward(const at::Tensor& input, const at::Tensor& gate, const OptionalTensor& weight,
                  const GatedOptions& options, double eps, const at::Tensor& output,
                  const at::Tensor& stats) {
@@ -182,7 +183,7 @@ struct GatedTensors {
   const at::Tensor& stats;
 };
 
-// Everything is checked, and the gradients that are wanted are there.
+// Everything has been checked, and the gradients that are wanted are allocated.
 void run_backward(const GatedTensors& tensors, const GatedOptions& options,
                   const at::Tensor& grad_input, const at::Tensor& grad_gate,
                   const at::Tensor& grad_weight, at::ScalarType param_dtype) {

@@ -9,14 +9,14 @@
 namespace fused_op {
 namespace {
 
-// How a kernel finds the rows of a tensor.
+// Where a kernel finds the rows of a tensor.
 struct RowLayout {
   std::int64_t stride;
-  std::uint32_t inner = 0;  // rows until the outer stride takes over; 0: never
+  std::uint32_t inner = 0;  // rows before the outer stride applies; 0: there is none
   std::int64_t outer_stride = 0;
 };
 
-// The layout, if every row is dense and its rows are one or two strides apart.
+// The layout, if every row is dense and the rows lie at one stride or two.
 std::optional<RowLayout> row_layout(const at::Tensor& tensor, const Shape& shape) {
   if (tensor.is_contiguous()) {
     return RowLayout{shape.cols};
@@ -43,7 +43,7 @@ std::optional<RowLayout> row_layout(const at::Tensor& tensor, const Shape& shape
       layout.stride = strides[dim];
       levels = 1;
     } else if (strides[dim] != expected) {
-      constexpr std::int64_t kMaxRows = std::int64_t{1} << 31;  // as RowSplit divides
+      constexpr std::int64_t kMaxRows = std::int64_t{1} << 31;  // the limit of RowSplit
       if (levels == 2 || shape.rows >= kMaxRows) {
         return std::nullopt;
       }
@@ -61,7 +61,7 @@ bool is_aligned(const at::Tensor& tensor, std::uintptr_t bytes) {
   return reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % bytes == 0;
 }
 
-// Whether the GPU may read its rows at two strides.
+// Whether the rows are short enough for the GPU to read them at two strides.
 bool is_short(const at::Tensor& tensor, const Shape& shape, std::int64_t most_bytes) {
   return shape.cols * tensor.element_size() <= most_bytes;
 }
@@ -71,7 +71,8 @@ Borrowed borrow_or_copy(const at::Tensor& tensor, bool readable) {
                   : Borrowed::owned(tensor.clone(at::MemoryFormat::Contiguous));
 }
 
-// The GPU reads parameters in vectors, however the rows lie: a view into a tensor may be copied.
+// The GPU reads parameters in vectors, whatever the layout of the rows. A view into a tensor may
+// have to be copied.
 Borrowed readable_parameter(const OptionalTensor& tensor) {
   if (!tensor) {
     return Borrowed();
@@ -162,8 +163,8 @@ Dropout to_dropout(double p, const OptionalTensor& rng_state) {
   if (!dropout.active) {
     return dropout;
   }
-  // Something is kept unless p is 1. The scale is the inverse of the probability that is left after
-  // p is rounded: the mean of what is kept is unbiased for every p.
+  // Nothing is kept only if p is 1. The scale is the inverse of the probability that is left after
+  // p is rounded, so the mean is unbiased for every p.
   constexpr long kAll = 1 << 16;
   const long dropped = p == 1 ? kAll : std::min(std::lround(p * kAll), kAll - 1);
   dropout.threshold = static_cast<std::uint32_t>(dropped);

@@ -1,5 +1,6 @@
-// How a call's tensors become what kernels can read: rows, parameters, dropout. What they cannot
-// read as it lies is copied here. norm.cpp calls it; checks.cpp knows shapes by it.
+// Turns the tensors of a call into what kernels can read: rows, parameters, dropout. Copies the
+// tensors that kernels cannot read in place. norm.cpp and the variants call it; checks.cpp takes
+// Shape from it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,7 +22,7 @@ inline at::ScalarType stats_dtype(at::ScalarType dtype) {
 
 inline std::int64_t stats_rows(NormKind kind) { return kind == NormKind::kLayerNorm ? 2 : 1; }
 
-// How many rows of how many columns, and the shape that the columns came from. It points into x.
+// The rows and columns of a tensor, and the shape that the columns came from. It points into x.
 struct Shape {
   Shape(const at::Tensor& x, std::int64_t normalized_ndim)
       : leading(x.sizes().slice(0, x.dim() - normalized_ndim)),
@@ -37,37 +38,38 @@ struct Shape {
   bool empty() const { return rows == 0 || cols == 0; }
 };
 
-// A tensor for as long as a call lasts: one of the arguments, without the cost of counting another
-// reference to it, or a copy.
+// A tensor for the duration of a call: either one of the arguments, without the cost of another
+// reference, or a copy.
 using Borrowed = c10::MaybeOwned<at::Tensor>;
 
-// How the kernel of one call may find rows in the GPU's memory; on the CPU neither matters.
+// How the kernel of a call may find rows in the GPU's memory. On the CPU it makes no difference.
 struct RowAccess {
-  bool may_be_split = false;  // at two strides
-  bool in_vectors = false;    // all of them in whole vectors, because some are split
+  bool may_be_split = false;  // may lie at two strides
+  bool in_vectors = false;    // all of them are whole vectors, because some are split
   std::int64_t most_split_bytes = kMaxSplitBytes;  // of a row
 };
 
-// Whether a kernel that may would read this tensor on a GPU at two strides.
+// Whether a GPU kernel with this access would read the tensor at two strides.
 bool is_split(const at::Tensor& tensor, const Shape& shape,
               std::int64_t most_bytes = kMaxSplitBytes);
 
-// The tensor itself where a kernel can read its rows, else a contiguous copy. Addresses must be
-// multiples of the element size; those of views of raw bytes may be others.
+// The tensor itself if a kernel can read its rows, else a contiguous copy. A view of raw bytes is
+// copied, too, if its address is not a multiple of the element size.
 Borrowed readable_rows(const at::Tensor& tensor, const Shape& shape, RowAccess access);
 Borrowed readable_dense(const at::Tensor& tensor, std::uintptr_t alignment);
 
-// Of something readable.
+// For a tensor that is readable.
 ConstRows const_rows(const at::Tensor& readable, const Shape& shape);
 
-// The dtype of the parameters that a kernel reads, and of the gradients that it writes for them.
-// It is theirs if a kernel takes both beside the input, else that of the arithmetic: they are
-// converted. So they are where 1 + weight is meant: 16 bits would lose some of it.
+// The dtype in which a kernel reads parameters and writes their gradients. It is the parameters'
+// own if a kernel takes both beside the input, else that of the arithmetic, and they are converted.
+// With `1 + weight`, it is always that of the arithmetic, because 16 bits would lose part of the
+// sum.
 at::ScalarType kernel_param_dtype(at::ScalarType input, at::ScalarType param,
                                   const OptionalTensor& weight, const OptionalTensor& bias,
                                   bool zero_centered);
 
-// The parameters that kernels multiply by and add, in the dtype that they read.
+// The parameters that kernels multiply by and add, in the dtype in which they are read.
 struct Parameters {
   Parameters(const OptionalTensor& given_weight, const OptionalTensor& given_bias,
              bool zero_centered, at::ScalarType dtype);
@@ -78,7 +80,7 @@ struct Parameters {
   Borrowed bias;
 };
 
-// p and the state as the kernels take them.
+// p and the state, as kernels take them.
 Dropout to_dropout(double p, const OptionalTensor& rng_state);
 
 // Undefined tensors become null.
@@ -89,9 +91,8 @@ inline void* pointer(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
 }
 
-// What a forward reads of a call: the arguments, and the copies that they point into, which live
-// until the kernel has been queued. `dtype` is that of what is normalised. Results are the caller's
-// to fill in.
+// The arguments of a forward, and the copies that they point into, which live until the kernel has
+// been queued. `dtype` is that of the values that are normalised. The caller fills in the results.
 class ForwardInputs {
  public:
   ForwardInputs(const NormTensors& tensors, const NormOptions& options, const Shape& shape,

@@ -94,7 +94,7 @@ Rounding rounding_of(const std::string& name) {
   return roundings.at(name);
 }
 
-// `residual`: empty without one.
+// `residual` is empty if there is none.
 py::tuple plan(bool backward, bool centred, std::int64_t rows, std::int64_t cols,
                const std::string& input, const std::string& residual, const std::string& parameters,
                const std::string& output, const std::string& rounding, bool dropout,

@@ -1,5 +1,5 @@
 // The L2 norm, input / sqrt(sum(input²) + eps) over the last dimension: the norm kernels without a
-// weight, and with a sum in the place of the mean.
+// weight, and with a sum instead of the mean.
 #include <cmath>
 
 #include "backend.h"
@@ -10,7 +10,7 @@
 namespace fused_op {
 namespace {
 
-// Backward reads two tensors, and where one is split the other must allow for vectors, too.
+// Backward reads two tensors. If one is read at two strides, both must consist of whole vectors.
 RowAccess access_of(const at::Tensor& x, const at::Tensor& grad_output, const Shape& shape) {
   return {.may_be_split = true, .in_vectors = is_split(x, shape) || is_split(grad_output, shape)};
 }

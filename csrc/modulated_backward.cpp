@@ -1,6 +1,7 @@
-// Backward of the modulated norms. The CPU's loops make all gradients at once. On a GPU, kernels
-// make dx and the sums of core/modulated.h, of which follows what is as small as the entries; where
-// rows share entries, another one pulls back the gate.
+// Backward of the modulated norms. The CPU's loops compute all gradients at once. On a GPU, a
+// kernel computes dx and the sums of core/modulated.h; the remaining gradients follow from those
+// sums, which are as small as the entries. If rows share entries, a second kernel pulls back the
+// gate.
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
 
@@ -11,10 +12,11 @@
 namespace fused_op {
 namespace {
 
-// Of a row that CTAs of shared entries have room for; longer ones are taken entry by entry.
+// The longest row that fits into the CTAs of shared entries. Longer rows are computed entry by
+// entry.
 constexpr std::int64_t kMostEntryBytes = 32768;
 
-// The arguments that either backend has; the readable tensors live as long.
+// The arguments for either backend, and the readable tensors that they point into.
 struct PullbackArgs {
   explicit PullbackArgs(const ModulatedPullback& of)
       : shape(of.x, 1),
@@ -68,7 +70,7 @@ void run_on_cpu(const ModulatedPullback& of, const ModulatedGrads& grads) {
   backend::norm_backward(args, of.x.device(), &variant);
 }
 
-// Each row has an entry, whose gradients are rows.
+// Every row has its own entry, whose gradients are rows, too.
 void run_own_entries(const ModulatedPullback& of, const at::Tensor& grad_x,
                      const ModulatedGrads& grads) {
   const ModulatedCall& call = of.call;
@@ -90,20 +92,20 @@ void run_own_entries(const ModulatedPullback& of, const at::Tensor& grad_x,
   backend::norm_backward(args, of.x.device(), &variant);
 }
 
-// W and B of each entry, [entries, cols]; undefined: not wanted.
+// W and B of each entry, [entries, cols]. Undefined if not wanted.
 struct EntrySums {
   at::Tensor weight, bias;
 };
 
-// A shift is a bias to an RMS norm, too.
+// To an RMS norm, a shift is also a bias.
 NormKind kind_of(const ModulatedCall& call, const EntrySums& sums) {
   return call.norm == NormKind::kRmsNorm && sums.bias.defined() ? NormKind::kBiasedRmsNorm
                                                                 : call.norm;
 }
 
-// One of the kernels whose CTAs take rows of one entry each.
+// A call of a kernel whose CTAs each take rows of one entry.
 struct EntryCall {
-  NormKind kind;  // kIdentity: rows that a gate multiplied
+  NormKind kind;  // kIdentity: the rows are multiplied by a gate
   const at::Tensor& x;
   const at::Tensor& grad_output;
   const OptionalTensor& grad_sum;
@@ -112,7 +114,7 @@ struct EntryCall {
   at::ScalarType entry_dtype;
   std::int64_t rows_each;
 };
-// Without a weight the kernel's parameters are the entries, which the sums then have the dtype of.
+// Without a weight, the entries are the kernel's parameters, and the sums have their dtype.
 void run_kernel(const EntryCall& call, const Parameters& parameters, at::ScalarType param_dtype,
                 const at::Tensor& grad_x, const EntrySums& sums) {
   const Shape shape(call.x, 1);
@@ -145,7 +147,7 @@ void run_kernel(const EntryCall& call, const Parameters& parameters, at::ScalarT
   backend::norm_backward(args, x->device(), &variant);
 }
 
-// Entry by entry, each an affine norm: rows that are too long for a CTA.
+// Entry by entry, each as an affine norm, for rows that are too long for a CTA.
 void sum_in_turn(const ModulatedPullback& of, const at::Tensor& grad_x, const EntrySums& sums,
                  const at::Tensor& factors) {
   const std::int64_t cols = of.x.size(-1);
@@ -156,7 +158,7 @@ void sum_in_turn(const ModulatedPullback& of, const at::Tensor& grad_x, const En
     const at::Tensor its_x = x.narrow(0, first, of.rows_each);
     const at::Tensor its_dy = grad_output.narrow(0, first, of.rows_each);
     const at::Tensor stats = of.stats.narrow(1, first, of.rows_each).contiguous();
-    const at::Tensor weight = factors.select(0, entry).clone();  // at a multiple of 16 bytes
+    const at::Tensor weight = factors.select(0, entry).clone();  // begins at a multiple of 16 bytes
     const Shape shape(its_x, 1);
     const Borrowed rows = readable_rows(its_x, shape, {});
     const Borrowed dy = readable_rows(its_dy, shape, {});
@@ -190,7 +192,7 @@ void sum_in_turn(const ModulatedPullback& of, const at::Tensor& grad_x, const En
   }
 }
 
-// What follows from W and B, of tensors as small as the entries.
+// Computes the gradients that follow from W and B. All these tensors are as small as the entries.
 void leave_entries(const ModulatedPullback& of, const EntrySums& sums, const ModulatedGrads& grads,
                    const at::Tensor& factors) {
   const ModulatedCall& call = of.call;
@@ -217,7 +219,8 @@ void leave_entries(const ModulatedPullback& of, const EntrySums& sums, const Mod
 
 bool is_too_long(const at::Tensor& x) { return x.size(-1) * x.element_size() > kMostEntryBytes; }
 
-// With the gradient that arrives at the sum added to that of x, unless entries are taken in turn.
+// The kernel adds the gradient that arrives at the sum to dx. If entries are taken one by one, it
+// does not.
 void run_shared_entries(const ModulatedPullback& of, const at::Tensor& grad_x,
                         const ModulatedGrads& grads) {
   const ModulatedCall& call = of.call;
@@ -237,7 +240,7 @@ void run_shared_entries(const ModulatedPullback& of, const at::Tensor& grad_x,
   };
   const EntrySums sums{sums_in(grads.scale.defined() || grads.weight.defined(), grads.scale),
                        sums_in(wants_bias, grads.shift)};
-  // 1 + scale, of as many elements as the entries.
+  // 1 + scale, with as many elements as the entries.
   const at::Tensor factors =
       plain ? at::Tensor() : call.scale.to(wide).add(1).reshape({entries, cols});
   if (is_too_long(of.x)) {

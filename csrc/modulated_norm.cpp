@@ -1,5 +1,5 @@
-// The modulated norms, norm(x)·(1 + scale) + shift, and those behind a gated residual: the norm
-// kernels with parameters that are an entry's (core/modulated.h).
+// The modulated norms, norm(x)·(1 + scale) + shift, and the same after a gated residual: the norm
+// kernels with the parameters of an entry (core/modulated.h).
 #include "modulated_norm.h"
 
 #include <cmath>
@@ -13,8 +13,8 @@
 namespace fused_op {
 namespace {
 
-// How many rows of the input share an entry, or 0: its dimensions but the last are the input's
-// first ones, and then 1.
+// How many rows of the input share an entry, or 0 if the shapes do not fit. The leading dimensions
+// of the entries are the first ones of the input, followed by ones.
 std::int64_t rows_of_entry(const at::Tensor& entries, const at::Tensor& input) {
   const std::int64_t leading = entries.dim() - 1;
   if (leading < 0 || leading >= input.dim() || entries.size(-1) != input.size(-1)) {
@@ -48,7 +48,7 @@ std::int64_t check_entries(const char* op, const char* name, const at::Tensor& e
   return rows;
 }
 
-// Everything but memory. Returns how many rows share an entry.
+// Checks everything but memory. Returns how many rows share an entry.
 std::int64_t check_tensors(const ModulatedCall& call) {
   const auto& [op, norm, input, scale, shift, weight, bias, residual, gate] = call;
   check_rows(op, "input", input);
@@ -96,7 +96,7 @@ void check_all_memory(const ModulatedCall& call) {
   check("bias", call.bias ? &*call.bias : nullptr);
 }
 
-// Entries as kernels read them: one stride apart, and in `dtype`.
+// Entries as kernels read them: rows at one stride, in `dtype`.
 Borrowed readable_entries(const at::Tensor& tensor, at::ScalarType dtype) {
   if (tensor.scalar_type() != dtype) {
     return Borrowed::owned(tensor.to(dtype, false, true, at::MemoryFormat::Contiguous));
@@ -215,7 +215,7 @@ ModulatedResults forward(const ModulatedCall& call, double eps, bool save_stats)
   return results;
 }
 
-// As ModulatedGrads has them.
+// The same fields as ModulatedGrads.
 struct ModulatedWanted {
   bool input, residual, gate, scale, shift, weight, bias;
 };
@@ -250,7 +250,7 @@ ModulatedGrads backward(const ModulatedCall& call, const at::Tensor& grad_output
   const at::ScalarType params = param_dtype_of(call);
   ModulatedGrads grads;
   grads.input = empty(wanted.input, input.sizes(), dtype);
-  // The gate's gradients are made of that of the residual.
+  // The gradients of the gate are computed from the gradient of the residual.
   grads.residual = empty(gate != nullptr && (wanted.residual || wanted.input || wanted.gate),
                          input.sizes(), dtype);
   if (wanted.gate) {

@@ -11,7 +11,7 @@
 
 namespace fused_op {
 
-// What both ops take. Without a gated residual `residual` and `gate` are null.
+// The arguments of both ops. `residual` and `gate` are null without a gated residual.
 struct ModulatedCall {
   const char* op;
   NormKind norm;
@@ -24,15 +24,15 @@ struct ModulatedCall {
   const at::Tensor* gate = nullptr;
 };
 
-// The dtypes that kernels read scale and shift, and weight and bias, in.
+// The dtypes in which kernels read scale and shift, and weight and bias.
 at::ScalarType entry_dtype(const ModulatedCall& call);
 at::ScalarType param_dtype_of(const ModulatedCall& call);
-// And that of entries which a GPU's kernel reads as parameters: 16 bits only if they begin at
-// words.
+// The dtype of entries that a GPU kernel reads as its parameters: 16 bits only if they begin at a
+// multiple of 4 bytes.
 at::ScalarType dtype_as_parameters(const at::Tensor& of, at::ScalarType dtype);
 
-// What is read of scale, shift and gate, or of one of them in the place of scale, for as long as a
-// call lasts.
+// Readable forms of scale, shift and gate, or of one of them in place of scale, for the duration of
+// a call.
 struct ReadableModulation {
   ReadableModulation(const ModulatedCall& call, std::int64_t rows_each, const Shape& shape);
   ReadableModulation(const at::Tensor& of, at::ScalarType dtype, std::int64_t rows_each,
@@ -45,7 +45,7 @@ struct ReadableModulation {
   ConstRows found(const at::Tensor& readable, const Shape& shape) const;
 };
 
-// A backward whose arguments are checked. `x` is what was normalised.
+// The arguments of a backward call, already checked. `x` is what was normalised.
 struct ModulatedPullback {
   const ModulatedCall& call;
   std::int64_t rows_each;
@@ -54,8 +54,8 @@ struct ModulatedPullback {
   const at::Tensor& x;
   const at::Tensor& stats;
 };
-// Those that are wanted are there: of weight and bias in param_dtype_of(), of scale and shift in
-// entry_dtype().
+// The gradients that are wanted, allocated by the caller: weight and bias in param_dtype_of(),
+// scale and shift in entry_dtype().
 struct ModulatedGrads {
   at::Tensor input, residual, gate, scale, shift, weight, bias;
 };

@@ -1,5 +1,5 @@
-// The op layer: check, allocate, fill the arguments, run on the backend. Both ops read like that
-// from top to bottom. Torch tensors end here; CUDA and Python are not known here.
+// The op layer: check, allocate, fill the arguments, run on the backend. Both ops read in that
+// order. Torch tensors end here, and nothing here knows CUDA or Python.
 #include "backend.h"
 #include "checks.h"
 #include "core/norm_args.h"
@@ -50,7 +50,7 @@ struct Gradients {
   at::Tensor residual;
   at::Tensor weight;  // or the main_grad that it is added to
   at::Tensor bias;
-  at::ScalarType kernel_dtype;  // of the parameters' gradients; rounded to param_dtype at the end
+  at::ScalarType kernel_dtype;  // of the parameter gradients; rounded to param_dtype at the end
 };
 
 Gradients allocate_gradients(const BackwardTensors& tensors, const BackwardOptions& options,
@@ -82,7 +82,7 @@ Gradients allocate_gradients(const BackwardTensors& tensors, const BackwardOptio
   return gradients;
 }
 
-// Rows at two strides have kernels for gradients of their own dtype, without a residual.
+// For rows at two strides, the kernels write gradients of the same dtype, without a residual.
 RowAccess access_of(const at::Tensor& x_or_output, const BackwardTensors& tensors,
                     const BackwardOptions& options, const Shape& shape) {
   const bool may_be_split = !options.residual_dtype &&
@@ -92,7 +92,7 @@ RowAccess access_of(const at::Tensor& x_or_output, const BackwardTensors& tensor
                         (is_split(x_or_output, shape) || is_split(tensors.grad_output, shape))};
 }
 
-// All but what is read.
+// Fills everything except the tensors that are read.
 NormBackwardArgs make_backward_args(const BackwardOptions& options, const Shape& shape,
                                     const Gradients& gradients, bool add_grads) {
   NormBackwardArgs args;
@@ -115,7 +115,7 @@ NormBackwardArgs make_backward_args(const BackwardOptions& options, const Shape&
 
 void run_backward(const BackwardTensors& tensors, const BackwardOptions& options,
                   const Shape& shape, const Gradients& gradients, bool add_grads) {
-  // A hook on saved tensors may have changed the dtype of the output, from which x̂ is recovered.
+  // x̂ is recovered from the output, whose dtype a hook on saved tensors may have changed.
   const at::Tensor row_source =
       options.x_is_output ? tensors.x.to(tensors.grad_output.scalar_type()) : tensors.x;
   const RowAccess access = access_of(row_source, tensors, options, shape);
@@ -163,7 +163,7 @@ ThreeTensors norm_forward(const NormTensors& tensors, const NormOptions& options
   }
   check_memory(op, tensors);
   run_forward(tensors, options, shape, outputs);
-  // As in PyTorch, whose RMS norm keeps a channels-last format and whose layer norm does not.
+  // As in PyTorch: its RMS norm keeps a channels-last format, its layer norm does not.
   const bool keeps_format = options.norm == NormKind::kRmsNorm && !tensors.residual;
   return {keeps_format ? output.contiguous(tensors.input.suggest_memory_format()) : output, sum,
           stats};

@@ -1,6 +1,6 @@
 // The RMS norm of a branch, its addition to the residual, and the RMS norm of the sum: what stands
-// between two blocks of Gemma. And without the last of the three, what stands there in OLMo 2. Each
-// norm is one of norm.cpp, with its arguments and its bits.
+// between two blocks of Gemma. Also the first two without the third, as in OLMo 2. Each norm has
+// the arguments and the bits of norm.cpp.
 #include <ATen/ops/add.h>
 
 #include "backend.h"
@@ -36,7 +36,7 @@ Shape check(const char* op, const Rows& rows, const NormOptions& options, const 
   return shape;
 }
 
-// The norm of the branch by a kernel of its own, and then the rest.
+// The norm of the branch in a kernel of its own, then the rest.
 void run_in_turn(PostAddPreForwardArgs& args, const Rows& rows, at::Tensor sum) {
   const at::Device device = rows.input.device();
   const at::Tensor branch = backend::empty(rows.input.sizes(), rows.input.scalar_type(), device);
@@ -52,8 +52,8 @@ void run_in_turn(PostAddPreForwardArgs& args, const Rows& rows, at::Tensor sum) 
 
 using ForwardResults = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// Output, sum and statistics. If the sum is all, the output is undefined, and the statistics are
-// those of the branch.
+// Returns output, sum and statistics. If only the sum is wanted, the output is undefined and the
+// statistics are those of the branch.
 ForwardResults run_forward(const Rows& rows, const NormOptions& options, const Shape& shape,
                            bool only_sum) {
   const at::Tensor& input = rows.input;
@@ -70,7 +70,7 @@ ForwardResults run_forward(const Rows& rows, const NormOptions& options, const S
   if (shape.empty()) {
     return {output, sum, options.save_stats ? stats.zero_() : nothing_like(input)};
   }
-  const Borrowed readable = readable_rows(input, shape, {});  // for both
+  const Borrowed readable = readable_rows(input, shape, {});  // for both norms
   const NormTensors post_tensors{*readable, {}, rows.post_weight, {}, {}};
   const NormTensors pre_tensors{*readable, rows.residual, rows.pre_weight, {}, {}};
   const ForwardInputs post(post_tensors, options, shape, input.scalar_type());
@@ -123,8 +123,8 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_add_forward(
   return {sum, stats};
 }
 
-// Both take what is between the norms for the identity: the gradient of the branch is that of the
-// sum, rounded to the dtype of the branch.
+// The rounding between the two norms counts as the identity: the gradient of the branch is that of
+// the sum, rounded to the dtype of the branch.
 FourTensors post_add_pre_backward(const at::Tensor& grad_output, const OptionalTensor& grad_sum,
                                   const at::Tensor& input, const at::Tensor& x,
                                   const OptionalTensor& post_weight,

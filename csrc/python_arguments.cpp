@@ -20,7 +20,7 @@ namespace py = pybind11;
 constexpr const char* kForward = "fused_op::norm_forward";
 constexpr const char* kBackward = "fused_op::norm_backward";
 
-// A tuple of fused_op/_options.py, by its places. Fields are borrowed from it.
+// A tuple of fused_op/_options.py. Fields are addressed by position and borrowed from it.
 class Fields {
  public:
   Fields(const char* op, const char* name, py::handle tuple, Py_ssize_t count)
@@ -55,7 +55,8 @@ class Fields {
     return parse_rounding(py::cast<std::string_view>(py::handle(at(place))));
   }
 
-  // Not by pybind11, whose TypeError prints the values of a tensor: that waits for the device.
+  // Not left to pybind11: its TypeError prints the values of a tensor, and that waits for the
+  // device.
   const at::Tensor& tensor(Py_ssize_t place, const char* name) const {
     PyObject* const field = at(place);
     TORCH_CHECK_TYPE(THPVariable_Check(field), op_, ": argument '", name, "' must be Tensor, not ",
@@ -95,7 +96,7 @@ class PythonOptions : public Fields {
   NormKind norm() const { return Fields::norm(kNorm); }
   bool are_checked() const { return flag(kIsChecked); }
 
-  // Whether all have their usual types and values, normalized_shape aside.
+  // Whether all options except normalized_shape have their usual types and values.
   bool are_usual() const {
     const auto is_dtype_or_none = [this](Place place) {
       return is_none(place) || THPDtype_Check(at(place));
@@ -132,7 +133,7 @@ class PythonOptions : public Fields {
     return fits;
   }
 
-  // Whether Python has to draw a mask first, or, outside of training, to set dropout_p to 0.
+  // Whether Python has to draw a mask first, or to set dropout_p to 0 outside of training.
   bool wait_for_dropout(const NormTensors& tensors) const {
     return number(kDropoutP) != 0 && !(flag(kTraining) && tensors.rng_state);
   }
@@ -195,7 +196,7 @@ class PythonTensors : public Fields {
   PythonTensors(py::handle tuple, NormKind norm)
       : Fields(op_name(norm, adds_residual(tuple)), "tensors", tuple, 5) {}
 
-  // Whether all are tensors whose __torch_function__ nobody asks, and no mode is on.
+  // Whether all are tensors without a __torch_function__ to consult, and no mode is on.
   bool are_usual() const {
     using State = at::impl::TorchFunctionDisabledState;
     const bool asks_subclasses =
@@ -240,7 +241,7 @@ BackwardOptions unpack_backward_options(py::handle tuple, std::array<bool, 4> wa
   const Fields fields(kBackward, "options", tuple, 12);
   return {.norm = fields.norm(0),
           .normalized_ndim = py::cast<std::int64_t>(py::handle(fields.at(1))),
-          .zero_centered = fields.flag(3),  // before it is eps, which stats hold
+          .zero_centered = fields.flag(3),  // the field before it is eps, which is in stats
           .rounding = fields.rounding(4),
           .dropout_p = fields.number(5),
           .x_is_output = fields.flag(6),

@@ -23,15 +23,15 @@ struct BackwardCall {
   BackwardOptions options;
 };
 
-// A TypeError for what is no tensor or no such tuple.
+// Raises a TypeError for anything that is not a tensor or not such a tuple.
 NormCall unpack(pybind11::handle tensors, pybind11::handle options);
 BackwardCall unpack_backward(pybind11::handle tensors, pybind11::handle options,
                              std::array<bool, 4> wanted);
 MainGrads unpack_main_grads(pybind11::handle tuple);
 
-// The call, if it is a usual one, or one that Python has checked: else kCheck or kDropout. It is
+// The call, if it is a usual one or one that Python has checked; else kCheck or kDropout. A call is
 // usual if no __torch_function__ can take it, each option has its usual type, and the input ends in
-// normalized_shape. For the usual call this takes the place of the checks in _arguments.py.
+// normalized_shape. For a usual call this replaces the checks in _arguments.py.
 std::variant<NormCall, Route> unpack_usual(pybind11::handle tensors, pybind11::handle options);
 
 }  // namespace fused_op

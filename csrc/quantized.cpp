@@ -1,5 +1,5 @@
-// The norms whose output is quantised, as an op of the dispatcher: check, allocate, run. The rules
-// are in core/quantize.h. Backward is that of the norm itself.
+// The norms with a quantised output, as an op of the dispatcher: check, allocate, run. The rules
+// are in core/quantize.h. Backward is that of the plain norm.
 #include <string>
 #include <tuple>
 
@@ -19,7 +19,7 @@ struct QuantizedOptions {
   QuantizeRule rule;
   at::ScalarType dtype = at::kFloat8_e4m3fn;
   at::ScalarType scale_dtype = at::kFloat;
-  bool transposed = false;  // scales of neighbouring rows are neighbours
+  bool transposed = false;  // the scales of neighbouring rows are adjacent
   bool keep_output = false;
 };
 
@@ -61,7 +61,7 @@ Format to_format(at::ScalarType dtype) {
   }
 }
 
-// Python says which conventions know which dtypes. Here no more than what kernels rely on.
+// Python checks which dtypes a convention allows. This checks only what the kernels rely on.
 void check_quantized(const char* op, const NormTensors& tensors, const NormOptions& options,
                      const OptionalTensor& scale, const QuantizedOptions& quantized) {
   const at::ScalarType input = tensors.input.scalar_type();
@@ -86,7 +86,7 @@ void check_quantized(const char* op, const NormTensors& tensors, const NormOptio
   }
 }
 
-// A matrix of which what lies past `kept` in `dim` is zero, and is cut off.
+// A matrix whose entries from `kept` on along `dim` are zero and cut off.
 at::Tensor empty_padded(at::IntArrayRef sizes, std::int64_t dim, std::int64_t kept,
                         at::ScalarType dtype, at::Device device) {
   const at::Tensor all = backend::empty(sizes, dtype, device);
@@ -135,7 +135,7 @@ QuantizedOutputs allocate(const at::Tensor& input, const Shape& shape,
   return outputs;
 }
 
-// The scale of rows without columns.
+// Fills the scales of rows without columns.
 void fill_scale(const at::Tensor& scale, const QuantizeRule& rule, DType output) {
   const float decode = scale_of(0, rule, output).decode;
   if (scale.scalar_type() == at::kFloat) {

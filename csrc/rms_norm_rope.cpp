@@ -1,5 +1,5 @@
-// The RMS norm of heads and their rotary embedding: of one tensor, and of the queries and keys of a
-// packed one, whose gradient is written once.
+// The RMS norm of heads with rotary embedding: for one tensor, or for the queries and keys of a
+// packed tensor, whose gradient is written once.
 #include "backend.h"
 #include "checks.h"
 #include "rope_call.h"
@@ -99,7 +99,7 @@ Two rms_norm_rope_backward(const at::Tensor& grad_output, const at::Tensor& inpu
   return {or_nothing(gradients.rows, input), or_nothing(gradients.weight, input)};
 }
 
-// The parts of a packed tensor.
+// The views into a packed tensor.
 struct Packed {
   HeadTensors q;
   HeadTensors k;
@@ -162,7 +162,7 @@ Three qk_norm_rope_forward(const at::Tensor& qkv, const at::Tensor& cos, const a
   return {q, k, or_nothing(stats, qkv)};
 }
 
-// Gradients that are not there are zeros.
+// Absent gradients count as zeros.
 void backward_of_part(const OptionalTensor& grad_output, const HeadTensors& heads, const Turn& turn,
                       const RopeOptions& options, const at::Tensor& stats,
                       const HeadGradients& gradients) {

@@ -11,7 +11,7 @@
 namespace fused_op {
 namespace {
 
-// Heads that kernels read at two strides; longer ones are copied.
+// The longest heads that kernels read at two strides. Longer ones are copied.
 constexpr std::int64_t kMostHeadBytes = 8192;
 
 void check_angles(const char* op, const char* name, const at::Tensor& angles,
@@ -31,13 +31,13 @@ void check_angles(const char* op, const char* name, const at::Tensor& angles,
               " columns, and a head has ", input.size(-1));
 }
 
-// cos or sin as rows for tokens in turn. The kernels' arguments point into `readable`.
+// cos or sin, as one row for each token. The kernel arguments point into `readable`.
 struct AngleRows {
   at::Tensor readable;
   ConstRows rows;
 
   explicit AngleRows(const at::Tensor& angles) : readable(angles) {
-    // Broadcast over the first dimensions: the same rows again.
+    // A dimension that is broadcast repeats the same rows.
     while (readable.dim() > 1 && (readable.size(0) == 1 || readable.stride(0) == 0)) {
       readable = readable.select(0, 0);
     }
@@ -52,8 +52,8 @@ struct AngleRows {
   }
 };
 
-// A call on the GPU whose heads have weights of their own takes them one by one where kernels
-// cannot: they are too long, or no whole vectors, so that a weight may begin anywhere.
+// Whether the GPU computes one head after the other: heads with weights of their own that are too
+// long, or not whole vectors, so that a weight may begin at any address.
 bool takes_in_turn(const HeadTensors& heads) {
   const at::Tensor& rows = heads.rows;
   if (!rows.is_cuda() || !heads.has_own_weights()) {
@@ -71,7 +71,7 @@ at::ScalarType param_dtype_of(const HeadTensors& heads, const RopeOptions& optio
                             std::nullopt, options.zero_centered);
 }
 
-// What both directions read of a call. Everything is checked, and there are elements.
+// What both directions read. Everything has been checked, and there are elements.
 template <typename Args>
 struct Call {
   at::ScalarType param_dtype;
@@ -103,7 +103,7 @@ HeadTensors one_head(const HeadTensors& heads, const OptionalTensor& weight, std
   return {heads.rows.narrow(-2, number, 1), heads.weight_name, weight};
 }
 
-// Whether kernels write the gradient of rows where it belongs: on the GPU in vectors.
+// Whether kernels write the gradient of the rows in place: on the GPU, in vectors.
 bool takes_gradient(const at::Tensor& rows) {
   const auto in_vectors = [&](std::int64_t elements) {
     return elements * rows.element_size() % kVectorBytes == 0;

@@ -16,14 +16,15 @@
 namespace fused_op {
 namespace {
 
-// Where the dispatcher would send a call with these tensors, autograd aside. nullptr: absent.
+// Where the dispatcher would send a call with these tensors, leaving autograd aside. nullptr:
+// absent.
 class CallKeys {
  public:
   explicit CallKeys(std::initializer_list<const at::Tensor*> tensors) {
     for (const at::Tensor* const tensor : tensors) {
       if (tensor != nullptr) {
         keys_ = keys_ | tensor->key_set();
-        is_dual_ = is_dual_ || tensor->_fw_grad(/*level=*/0).defined();  // leaves no key
+        is_dual_ = is_dual_ || tensor->_fw_grad(/*level=*/0).defined();  // has no key
         requires_grad_ = requires_grad_ || tensor->requires_grad();
       }
     }
@@ -32,7 +33,7 @@ class CallKeys {
     is_functorch_ = local.included_.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
   }
 
-  // Nothing between the call and a dense CPU or CUDA kernel.
+  // Whether nothing stands between the call and a dense CPU or CUDA kernel.
   bool is_plain() const {
     const c10::DispatchKey key =
         (keys_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView - c10::autocast_dispatch_keyset)
@@ -65,8 +66,8 @@ CallKeys keys_of(const BackwardTensors& tensors, const MainGrads& main_grads = {
                    address(main_grads.weight), address(main_grads.bias)});
 }
 
-// Long calls let other Python threads run; for short ones that costs and buys nothing. (The node of
-// autograd.cpp does not hold the interpreter.)
+// Releases the interpreter during long calls, so that other Python threads run. For short calls
+// that costs time and gains nothing. (The node of autograd.cpp does not hold the interpreter.)
 class ReleasedInterpreter {
  public:
   explicit ReleasedInterpreter(const at::Tensor& x) {
@@ -79,7 +80,8 @@ class ReleasedInterpreter {
   std::optional<pybind11::gil_scoped_release> released_;
 };
 
-// The dispatcher tells profilers about a call; so does one that goes past it, by the same name.
+// The dispatcher tells profilers about a call. A call that bypasses it does the same, under the
+// same name.
 ThreeTensors run_kernel(const NormTensors& tensors, const NormOptions& options) {
   RECORD_FUNCTION("fused_op::norm_forward", dispatcher::arguments(tensors, options));
   const ReleasedInterpreter released(tensors.input);
@@ -107,7 +109,7 @@ std::variant<ThreeTensors, Route> route_norm(const NormTensors& tensors,
   if (keys.is_plain() && !keys.needs_grad()) {
     return run_kernel(tensors, options);
   }
-  // Said here rather than by the kernel: what is not plain may never reach one.
+  // Checked here, because a tensor that is not plain may never reach a kernel.
   check_kinds(op_name(options.norm, tensors.residual.has_value()), tensors, options);
   if (keys.is_plain()) {
     return Route::kAutograd;
@@ -124,7 +126,7 @@ ThreeTensors route_norm_forward(const NormTensors& tensors, const NormOptions& o
 }
 
 FourTensors route_norm_backward(const BackwardTensors& tensors, const BackwardOptions& options) {
-  // For another layout of a gradient the dispatcher's error would be a list of its own keys.
+  // For a gradient of another layout, the dispatcher's own error would only list its keys.
   check_dense("fused_op::norm_backward", "grad_output", tensors.grad_output);
   if (tensors.grad_sum) {
     check_dense("fused_op::norm_backward", "grad_sum", *tensors.grad_sum);
@@ -135,11 +137,12 @@ FourTensors route_norm_backward(const BackwardTensors& tensors, const BackwardOp
 
 FourTensors route_norm_backward_into(const BackwardTensors& tensors, const BackwardOptions& options,
                                      const MainGrads& main_grads) {
-  // Python asks for main_grad only where the kernel is called at once.
+  // Python passes a main_grad only where the kernel is called at once.
   TORCH_CHECK(keys_of(tensors, main_grads).is_plain(),
               "fused_op: main_grad is added to in eager calls of plain tensors only, not under "
               "torch.compile, function transforms or in tensor subclasses");
-  // As every change in place: who saved a main_grad for a backward of his own is told.
+  // As after every change in place: a caller that saved a main_grad for its own backward gets an
+  // error.
   for (const auto* const main_grad : {&main_grads.weight, &main_grads.bias}) {
     if (*main_grad) {
       (*main_grad)->unsafeGetTensorImpl()->bump_version();
@@ -148,15 +151,15 @@ FourTensors route_norm_backward_into(const BackwardTensors& tensors, const Backw
   return run_kernel(tensors, options, main_grads);
 }
 
-// On every route by the same draw, or else a mask would change where only the route does, as when
+// Every route draws in the same way. Otherwise a mask would change with the route alone, as when
 // checkpointing recomputes a forward.
 at::Tensor route_dropout_state(const at::Tensor& input) {
   const CallKeys keys({&input});
   if (keys.is_plain()) {
     return backend::dropout_state(input.device(), /*on_device=*/false);
   }
-  // Without elements, either takes nothing from the generator. For the random one, vmap asks its
-  // randomness=.
+  // Neither tensor has elements, so nothing is taken from the generator. at::rand makes vmap check
+  // its randomness= argument.
   const auto options = at::TensorOptions().device(input.device());
   const at::Tensor like = keys.is_transformed() ? at::rand({0}, options) : at::empty({0}, options);
   return dispatcher::dropout_state(like, /*on_device=*/false);

@@ -48,7 +48,7 @@ CallCounts& kept() {
 
 constexpr const char* kDisabled = "inside fused_op.disabled()";
 
-// A call that PyTorch's kernel has taken: said once for each reason, counted always.
+// Counts a call that PyTorch's kernel takes, and warns once for each reason.
 void keep(Op op, const std::string& reason) {
   const std::string key = std::string(kOpNames[op]) + ": " + reason;
   bool is_first = false;
@@ -63,7 +63,7 @@ void keep(Op op, const std::string& reason) {
 
 // --- What our kernels take -----------------------------------------------------------------------
 
-// As PyTorch has it: parameters in the dtype of the rows, or in f32 beside 16-bit rows.
+// PyTorch's rule: parameters have the dtype of the rows, or are f32 beside 16-bit rows.
 bool fits(const at::Tensor& input, const OptionalTensor& parameter) {
   return !parameter ||
          (parameter->layout() == at::kStrided && parameter->device() == input.device() &&
@@ -74,7 +74,7 @@ bool has_shape(const OptionalTensor& parameter, at::IntArrayRef shape) {
   return !parameter || parameter->sizes() == shape;
 }
 
-// Why a call is PyTorch's; null if it is ours. What is wrong with it, PyTorch's kernel says best.
+// Why PyTorch's kernel takes a call; null if ours does. PyTorch's kernel reports a wrong call best.
 const char* why_not(const at::Tensor& input, at::IntArrayRef shape, const OptionalTensor& weight,
                     const OptionalTensor& bias, double eps) {
   if (is_disabled()) {
@@ -96,12 +96,12 @@ const char* why_not(const at::Tensor& input, at::IntArrayRef shape, const Option
   return std::isfinite(eps) ? nullptr : "an eps that is not finite";
 }
 
-// Undefined tensors, which some C++ callers pass for absent ones, count as absent.
+// Some C++ callers pass undefined tensors for absent ones.
 OptionalTensor given(const OptionalTensor& tensor) {
   return tensor && tensor->defined() ? tensor : std::nullopt;
 }
 
-// Our kernel's result, or PyTorch's, where there is a reason or no kernel to be had.
+// The result of our kernel, or of PyTorch's if there is a reason or no kernel is available.
 template <typename Ours, typename Torchs>
 auto choose(Op op, const char* reason, const Ours& ours, const Torchs& torchs) {
   std::string why;
@@ -130,8 +130,8 @@ c10::SmallVector<std::int64_t, 6> stats_sizes(const at::Tensor& x, std::size_t n
   return sizes;
 }
 
-// One row of stats, as PyTorch's ops return it: all rows in one allocation, which backward finds
-// again without a copy.
+// One row of the statistics, as PyTorch's ops return it. All rows share one allocation, and
+// backward finds it again without a copy.
 at::Tensor stats_row(const at::Tensor& stats, std::int64_t row, at::IntArrayRef sizes,
                      at::ScalarType dtype) {
   at::Tensor one = at::detail::make_tensor<at::TensorImpl>(c10::Storage(stats.storage()),
@@ -194,7 +194,7 @@ FourTensors run_backward(NormKind norm, const at::Tensor& grad, const at::Tensor
                              options);
 }
 
-// Whether a gradient and statistics are what our kernel expects of them; null if so.
+// Why our kernel cannot take a gradient and statistics; null if it can.
 const char* why_not_backward(const at::Tensor& grad, const at::Tensor& input,
                              const at::Tensor& rstd) {
   const bool fits_input = grad.layout() == at::kStrided &&
@@ -287,7 +287,7 @@ Two rms_norm_backward(const at::Tensor& grad, const at::Tensor& input, at::IntAr
                 [&] { return kTorch(grad, input, shape, rstd, weight, mask); });
 }
 
-// The last dimensions, as many as the shape has.
+// The last dimensions: as many as `count`.
 c10::SmallVector<std::int64_t, 6> trailing_dims(std::size_t count) {
   c10::SmallVector<std::int64_t, 6> dims;
   for (std::size_t i = 0; i < count; ++i) {
@@ -296,8 +296,8 @@ c10::SmallVector<std::int64_t, 6> trailing_dims(std::size_t count) {
   return dims;
 }
 
-// On the CPU PyTorch has no kernel of the RMS norm, but this formula, whose derivative is that of
-// its parts. Under an overridden op it needs one of its own.
+// On the CPU, PyTorch has no kernel for the RMS norm. It runs this formula, and its derivative is
+// that of the formula's operations. Once overridden, the op needs a derivative of its own.
 Two formula(const at::Tensor& input, at::IntArrayRef shape, const OptionalTensor& weight,
             std::optional<double> eps) {
   const at::Tensor x = input.to(stats_dtype(input.scalar_type()));
@@ -339,7 +339,7 @@ torch::Library& open_library(c10::DispatchKey key) {
   return registered().emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
 }
 
-// The dispatcher warns of an overridden kernel, which is what was asked for.
+// Silences the dispatcher's warning about an overridden kernel: overriding is what was asked for.
 class Silence : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };

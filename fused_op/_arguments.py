@@ -1,4 +1,4 @@
-"""Python arguments that are no tensors, brought into the form that the ops take.
+"""Python arguments that are not tensors: checked, and converted to what the ops take.
 
 Tensors are checked in ``csrc/checks.cpp``, once for every caller.
 """
@@ -19,7 +19,7 @@ KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.f
 
 
 def checked(op: str, options: Options, tensors: Tensors) -> Options:
-    """The options of a call of ``op`` in the types that the ops take, or the error of one."""
+    """The options of a call, in the types that the ops take. Raises the error for a wrong one."""
     eps, shape, training = options.eps, options.normalized_shape, options.training
     input, residual, *_ = tensors
     if residual is not None:
@@ -37,7 +37,7 @@ def checked(op: str, options: Options, tensors: Tensors) -> Options:
         *(op, options.dropout_p, options.out_dtype, options.residual_dtype),
         options.memory_efficient,
     )
-    return Options(  # dynamo of torch 2.7 traces no _replace
+    return Options(  # dynamo of torch 2.7 cannot trace _replace
         norm=options.norm,
         eps=eps,
         normalized_shape=shape,
@@ -54,7 +54,7 @@ def checked(op: str, options: Options, tensors: Tensors) -> Options:
 
 
 def as_float(op: str, name: str, value: Any) -> float:
-    if isinstance(value, (float, int)):  # first: dynamo asks no attributes of dynamic numbers
+    if isinstance(value, (float, int)):  # dynamic numbers have no attributes
         return float(value)
     is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
     if isinstance(value, Tensor):
@@ -65,10 +65,10 @@ def as_float(op: str, name: str, value: Any) -> float:
 
 
 def check_bools(op: str, **values: Any) -> None:
-    """As PyTorch has it: neither 0 and 1 nor NumPy's bool are taken for one."""
+    """Accept only bool, as PyTorch does: not 0 and 1, and not NumPy's bool."""
     for name, value in values.items():
         kind = type(value)
-        if kind is not bool:  # NumPy's has the same name
+        if kind is not bool:  # NumPy's bool has the same name
             found = kind.__name__
             if kind.__module__ != "builtins":
                 found = f"{kind.__module__}.{found}"
@@ -85,7 +85,7 @@ def check_rounding(op: str, rounding: Any) -> None:
 def check_options(
     op: str, dropout_p: Any, output_dtype: Any, sum_dtype: Any, memory_efficient: Any
 ) -> float:
-    """``dropout_p`` as a float, after a check of what is not usually given."""
+    """``dropout_p`` as a float. Checks values of unusual types."""
     check_bools(op, memory_efficient=memory_efficient)
     for name, dtype in (("out_dtype", output_dtype), ("residual_dtype", sum_dtype)):
         if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -93,7 +93,7 @@ def check_options(
                 f"{op}: argument '{name}' must be torch.dtype, not {type(dtype).__name__}"
             )
     p = as_float(op, "dropout_p", dropout_p)
-    if not 0 <= p <= 1:  # nor NaN
+    if not 0 <= p <= 1:  # also refuses NaN
         raise ValueError(f"{op}: dropout probability has to be between 0 and 1, but got {p}")
     if memory_efficient and p > 0:
         raise ValueError(
@@ -112,7 +112,7 @@ def check_extras(
     memory_efficient: Any = False,
     **bools: Any,
 ) -> None:
-    """Refuse, where a module is made, what each of its calls would refuse."""
+    """Refuse arguments of a module that each of its calls would refuse."""
     check_bools(op, **bools)
     check_rounding(op, rounding)
     check_options(op, dropout_p, out_dtype, residual_dtype, memory_efficient)
@@ -134,7 +134,7 @@ def check_tensor(op: str, name: str, value: Any) -> None:
 
 
 def check_rows(op: str, name: str, rows: Tensor) -> None:
-    """That kernels take it, as ``check_rows`` of ``csrc/checks.cpp`` has it."""
+    """Check that kernels take these rows, like ``check_rows`` in ``csrc/checks.cpp``."""
     if rows.is_nested or rows.layout != torch.strided:
         found = f"{'a nested one of ' if rows.is_nested else ''}layout {rows.layout}"
         raise RuntimeError(f"{op}: {name} must be a dense (strided) tensor, got {found}")
@@ -148,7 +148,7 @@ def check_rows(op: str, name: str, rows: Tensor) -> None:
 
 
 def check_residual(op: str, residual: Tensor, input: Tensor, sum_dtype: torch.dtype | None) -> None:
-    """That it may be added to rows like ``input``, as ``check_residual_kind`` has it."""
+    """Check that it can be added to ``input``, like ``check_residual_kind``."""
     check_rows(op, "residual", residual)
     if residual.shape != input.shape:
         raise RuntimeError(
@@ -166,7 +166,7 @@ def check_residual(op: str, residual: Tensor, input: Tensor, sum_dtype: torch.dt
 
 
 def check_parameter(op: str, name: str, parameter: Tensor | None, cols: int) -> None:
-    """That it is one of ``cols`` columns, as ``check_param_kind`` and ``check_param_shape`` do."""
+    """Check that it has ``cols`` columns, like ``check_param_kind`` and ``check_param_shape``."""
     if parameter is None:
         return
     if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
@@ -182,8 +182,8 @@ def check_parameter(op: str, name: str, parameter: Tensor | None, cols: int) -> 
 
 
 def as_normalized_shape(op: str, input: Tensor, normalized_shape: Any) -> tuple[int, ...]:
-    """normalized_shape as a tuple, after a check that input ends in it."""
-    may_record = _get_tracing_state() is not None  # by torch.jit.trace, where sizes are tensors
+    """normalized_shape as a tuple. Checks that the shape of input ends in it."""
+    may_record = _get_tracing_state() is not None  # under torch.jit.trace, where sizes are tensors
     if isinstance(normalized_shape, (int, torch.SymInt)) or (
         may_record and isinstance(normalized_shape, Tensor)
     ):
@@ -216,7 +216,7 @@ def as_normalized_shape(op: str, input: Tensor, normalized_shape: Any) -> tuple[
 def _check_ends_in(op: str, input: Tensor, shape: tuple[Any, ...]) -> None:
     try:
         ends = tuple(input.shape[-len(shape) :])
-    except RuntimeError as error:  # the other errors are those of csrc/checks.cpp
+    except RuntimeError as error:  # csrc/checks.cpp raises all other errors
         raise RuntimeError(
             f"{op}: input must be a dense (strided) tensor, got a nested one, which has no shape"
         ) from error

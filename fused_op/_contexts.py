@@ -1,4 +1,4 @@
-"""What is on around a call: a trace, a transform, another derivative."""
+"""What is active around a call: a trace, a transform, another derivative."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _Result = TypeVar("_Result")
 def is_transformed() -> bool:
     """Is torch.func or forward-mode AD on, in or around code that is being compiled?
 
-    There both look past an autograd.Function at the op in it, which has no derivative of its own:
-    gradients would be zeros, without an error.
+    In compiled code, both ignore an autograd.Function and see the op in it, which has no derivative
+    of its own: gradients would be zeros, without an error.
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
@@ -32,7 +32,7 @@ def is_differentiated(*grads: Tensor | None) -> bool:
 
 
 def is_recording() -> bool:
-    """Does ``torch.jit.trace`` record what is called here? It does not inside of its operators."""
+    """Does ``torch.jit.trace`` record what is called here? It does not inside its operators."""
     return (
         torch._C._get_tracing_state() is not None
         and not torch._C._dispatch_tls_is_dispatch_key_excluded("Tracer")

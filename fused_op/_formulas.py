@@ -1,24 +1,21 @@
-"""The formulas of ``reference.py`` in the place of the kernels: what takes a call that they cannot.
+"""The formulas of ``reference.py``, for calls that the kernels cannot take.
 
-The values and the refusals are those of the kernels' calls, and so is the memory format.
+Values, errors and memory format are those of a call of the kernels.
 """
 
 from __future__ import annotations
 
-from . import reference
 from ._contexts import unrecorded
+from ._norm_formula import Normalize, compute, contiguous, normalize
 from ._ops import keeps_format
 from ._options import Options, Outputs, Tensors, normalized_ndim
-from .reference import Normalize, contiguous
 
 
-def compose(
-    tensors: Tensors, options: Options, normalize: Normalize = reference.normalize
-) -> Outputs:
-    """The call in PyTorch's operations, with another core on demand."""
+def compose(tensors: Tensors, options: Options, normalize: Normalize = normalize) -> Outputs:
+    """The call in PyTorch operations. ``normalize`` replaces the formula of the norm."""
     input, residual, weight, bias, rng_state = tensors
     ndim = normalized_ndim(options, weight, bias)
-    output, sum = reference.compute(
+    output, sum = compute(
         options.norm,
         input,
         residual=residual,

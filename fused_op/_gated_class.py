@@ -1,9 +1,9 @@
 """For a class of gated norms, a subclass of it whose forward with a gate is the fused op.
 
-As ``_fused_class.py`` and ``_proof.py`` for norms of one input. What such a class computes has more
-forms: where the gate comes, which activation it goes through, groups. ``convert`` takes the one
-whose comparison shows the roundings of the original. Calls without a gate are those of a norm of
-one input, where they are proved to be that, and else the original's.
+The counterpart of ``_fused_class.py`` and ``_proof.py``, which are for norms of one input. Such a
+class can compute more forms: the position of the gate, its activation, groups. ``convert`` takes
+the form whose comparison shows the roundings of the original. A call without a gate runs the fused
+norm of one input, if that was proved to be the same, and the original otherwise.
 """
 
 from __future__ import annotations

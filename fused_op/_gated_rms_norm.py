@@ -1,4 +1,4 @@
-"""The gated RMS norm, as a function and a module: ``csrc/gated_rms_norm.cpp`` is its other half."""
+"""The gated RMS norm, as a function and a module: ``csrc/gated_rms_norm.cpp`` is the C++ half."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def fused_gated_rms_norm(
 ) -> Tensor:
     """RMS norm with a gate: ``rms_norm(input) * weight * φ(gate)`` over the last dimension.
 
-    That is the norm behind linear attention and state-space layers (Qwen3-Next, Kimi Linear,
-    Mamba 2 and what is built of it).
+    It follows linear attention and state-space layers (Qwen3-Next, Kimi Linear, Mamba 2 and models
+    built from it).
 
     Args:
         input: ``[..., cols]``, float16, bfloat16, float32 or float64, on CPU or CUDA. Rows may be
             strided; any other layout is copied once.
-        gate: shape and device of ``input``; any of these dtypes beside one that is not float64. A
-            view of a wider projection is read where it is, too.
+        gate: shape and device of ``input``; any of these dtypes, but float64 only beside float64. A
+            view of a wider projection is read in place, too.
         weight: ``[cols]``; ``None`` means 1. Fast in the dtype of ``input``, or in float32 beside a
             16-bit ``input``. Any other dtype is converted in each call, and its gradient converted
             back.
@@ -60,10 +60,10 @@ def fused_gated_rms_norm(
             rounded.
         zero_centered: multiply by ``1 + weight``, for weights that are stored minus one. The 1 is
             added in the precision of the arithmetic.
-        rounding: ``"once"``: the output alone is rounded to 16 bits. ``"before_weight"``: the
+        rounding: ``"once"``: only the output is rounded to 16 bits. ``"before_weight"``: the
             normalised values are first rounded to the dtype of ``input``, and their product with a
             weight of 16 bits is too, as in ``weight * normalized.to(input.dtype)``; then comes the
-            gate. To derivatives a rounding is the identity; it changes nothing in float32 and
+            gate. For derivatives, rounding is the identity; it changes nothing in float32 and
             float64.
 
     Returns:
@@ -73,9 +73,9 @@ def fused_gated_rms_norm(
 
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
-        TypeError: an argument is of the wrong kind.
-        ValueError: ``eps`` is NaN or infinite, or ``activation`` or ``rounding`` is none of the
-            two.
+        TypeError: an argument has the wrong type.
+        ValueError: ``eps`` is NaN or infinite, or ``activation`` or ``rounding`` has another
+            value.
 
     Source: Dao and Gu 2024 (https://arxiv.org/abs/2405.21060), its ``RMSNormGated``.
     """
@@ -101,7 +101,7 @@ def fused_gated_rms_norm(
 
 
 def check_options(op: str, group_size: Any, activation: Any, rounding: Any, **bools: Any) -> None:
-    """Refuse what is wrong with the arguments that are no tensors."""
+    """Check the arguments that are not tensors."""
     check_bools(op, **bools)
     check_rounding(op, rounding)
     if not isinstance(activation, str):
@@ -181,7 +181,7 @@ class FusedGatedRMSNorm(nn.Module):
             nn.init.constant_(self.weight, 0.0 if self.options["zero_centered"] else 1.0)
 
     def extra_repr(self) -> str:
-        """The arguments of the constructor, as far as they are not the default."""
+        """The arguments of the constructor that are not the default."""
         defaults = None, "silu", False, False, "once"
         shown = [f"{self.hidden_size}, eps={self.eps}"]
         if self.weight is None:
@@ -192,7 +192,7 @@ class FusedGatedRMSNorm(nn.Module):
         return ", ".join(shown)
 
     def forward(self, input: Tensor, gate: Tensor) -> Tensor:
-        """Normalise input and gate it."""
+        """Normalise and gate the input."""
         return fused_gated_rms_norm(input, gate, self.weight, self.eps, **self.options)
 
 

@@ -1,4 +1,4 @@
-"""The L2 norm, the smallest variant: ``csrc/l2_norm.cpp`` is its other half."""
+"""The L2 norm, the smallest variant: ``csrc/l2_norm.cpp`` is the C++ half."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OP = "fused_l2_norm"
 def fused_l2_norm(input: Tensor, eps: float = 1e-6) -> Tensor:
     """L2 norm: ``input / sqrt(sum(input²) + eps)`` over the last dimension.
 
-    That is what linear attention (Gated DeltaNet, Kimi Linear) does to queries and keys. Unlike
+    Linear attention (Gated DeltaNet, Kimi Linear) applies it to queries and keys. Unlike
     ``torch.nn.functional.normalize``, which divides by ``max(‖input‖, eps)``, it is smooth.
 
     Args:
@@ -34,7 +34,7 @@ def fused_l2_norm(input: Tensor, eps: float = 1e-6) -> Tensor:
 
     Raises:
         RuntimeError: ``input`` has no dimension, or a layout or dtype that no kernel takes.
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument has the wrong type.
         ValueError: ``eps`` is NaN or infinite.
     """
     if has_torch_function_unary(input):

@@ -1,11 +1,11 @@
-"""Gradients of parameters that are added straight to ``weight.main_grad``, as Megatron-LM has it.
+"""Parameter gradients that are added straight to ``weight.main_grad``, as in Megatron-LM.
 
-``main_grad`` is a float32 buffer of the parameter's shape that lives over many backward passes. An
-attribute ``grad_added_to_main_grad`` is set to True, and autograd gets a gradient without meaning
-instead, so that hooks still fire. Where the parameter has no such attribute, it gets none.
+``main_grad`` is a float32 buffer of the parameter's shape that outlives a backward pass. The
+attribute ``grad_added_to_main_grad`` is set to True, and autograd gets a meaningless gradient, so
+that hooks still fire. A parameter without such an attribute gets none.
 
 The addition is a part of the op's kernel, on the stream of the op, and not of autograd's
-AccumulateGrad: whoever uses one module on several streams has to order them.
+AccumulateGrad: a caller that uses one module on several streams has to order them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def add_to_main_grad(
     else:
         grad_output, grad_sum, x, *_ = tensors
         if is_differentiated(grad_output, grad_sum):
-            # A derivative of what is added would go to .grad, where nobody looks for it.
+            # A derivative of the added gradient would go to .grad, where nobody expects it.
             raise RuntimeError(
                 "fused_op: main_grad holds numbers alone: with fuse_wgrad_accumulation=True there "
                 "are no gradients of gradients (create_graph=True), batched or forward-mode ones. "

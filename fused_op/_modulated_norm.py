@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import reference
 from ._arguments import as_float, check_eps, check_parameter, check_rows, check_tensor
+from ._modulated_formula import gated_sum, modulated
 from ._options import Norm, compute_dtype, machine_eps
 from ._variant import Ops, Variant
 
@@ -27,19 +27,19 @@ def fused_modulated_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Layer norm that a condition modulates: ``layer_norm(input) * (1 + scale) + shift``.
+    """Layer norm, modulated by a condition: ``layer_norm(input) * (1 + scale) + shift``.
 
-    That is AdaLN, the norm of diffusion transformers (DiT, Stable Diffusion 3, Flux, Wan).
+    This is AdaLN, the norm of diffusion transformers (DiT, Stable Diffusion 3, Flux, Wan).
 
     Args:
         input: ``[..., cols]``, float16, bfloat16, float32 or float64, on CPU or CUDA. Rows may be
             strided; any other layout is copied once.
-        scale: rows that rows of ``input`` share: its dimensions are the first ones of ``input``,
-            then ones, then ``cols``. Beside ``input`` of ``[B, F, S, cols]`` that is ``[cols]``,
+        scale: rows that rows of ``input`` share. Its dimensions are the first ones of ``input``,
+            then ones, then ``cols``. With ``input`` of ``[B, F, S, cols]`` that is ``[cols]``,
             ``[B, cols]``, ``[B, 1, 1, cols]``, ``[B, F, cols]``, ``[B, F, 1, cols]`` or the shape
-            of ``input``. Ones at the end may be left out. Any of the dtypes beside one that is not
-            float64. A chunk of a wider projection is read where it is.
-        shift: like ``scale``, with entries for the same rows; ``None`` means 0. Where the two
+            of ``input``. Ones at the end may be left out. Any of these dtypes, but float64 only
+            beside float64. A chunk of a wider projection is read in place.
+        shift: like ``scale``, with entries for the same rows; ``None`` means 0. If the two
             differ in dtype, both are converted.
         weight: ``[cols]``, of the layer norm; ``None`` means 1. Fast in the dtype of ``input``, or
             in float32 beside a 16-bit ``input``.
@@ -53,7 +53,7 @@ def fused_modulated_layer_norm(
 
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument has the wrong type.
         ValueError: ``eps`` is NaN or infinite.
 
     Source: Peebles and Xie 2023 (https://arxiv.org/abs/2212.09748), its ``modulate``.
@@ -71,7 +71,7 @@ def fused_modulated_rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """RMS norm that a condition modulates: ``rms_norm(input) * (1 + scale) + shift``.
+    """RMS norm, modulated by a condition: ``rms_norm(input) * (1 + scale) + shift``.
 
     Arguments, results and errors are those of :func:`fused_op.fused_modulated_layer_norm`, without
     a bias. ``eps=None``: the machine epsilon of the arithmetic, as in
@@ -95,8 +95,8 @@ def fused_gated_add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Modulated layer norm of ``residual + gate * input``, and that sum as the new residual.
 
-    That is what stands between two branches of a diffusion transformer: the end of one, and the
-    beginning of the next.
+    This stands between two branches of a diffusion transformer: the end of one, and the beginning
+    of the next.
 
     Args:
         input: the output of a branch, as in :func:`fused_op.fused_modulated_layer_norm`.
@@ -109,8 +109,8 @@ def fused_gated_add_layer_norm(
         eps: as there.
 
     Returns:
-        ``(output, residual)``, both like ``input`` and contiguous. The sum is made in float32
-        (float64 for float64) and rounded once; what is normalised is the rounded sum.
+        ``(output, residual)``, both like ``input`` and contiguous. The sum is computed in float32
+        (float64 for float64) and rounded once. The norm is that of the rounded sum.
 
     Raises:
         RuntimeError, TypeError, ValueError: as in :func:`fused_op.fused_modulated_layer_norm`.
@@ -183,7 +183,7 @@ def _modulated_backward(grads: Any, tensors: Any, stats: Tensor, options: Any, w
 
 
 def _has_own_entries(shift: Tensor | None, input: Tensor) -> bool:
-    """Whether each row has an entry: the gradient of such a shift is that of the output."""
+    """Whether each row has its own entry. The gradient of shift is then that of the output."""
     return shift is not None and shift.numel() == input.numel()
 
 
@@ -197,7 +197,7 @@ def _gated_forward(
 def _gated_backward(grads: Any, tensors: Any, saved: Any, options: Any, wanted: Any) -> Any:
     (grad_output, grad_sum), (sum, stats) = grads, saved
     input, _, _, _, shift, *_ = tensors
-    if grad_output is None:  # nothing was computed from the output
+    if grad_output is None:  # the output was not used
         grad_output = torch.zeros_like(sum)
     asked = list(wanted)
     is_own = _has_own_entries(shift, input)
@@ -221,7 +221,7 @@ def _modulated_formula(
     norm: Norm,
     eps: float,
 ) -> Tensor:
-    return reference.modulated(norm, input, scale, shift, weight, bias, eps)
+    return modulated(norm, input, scale, shift, weight, bias, eps)
 
 
 def _gated_formula(
@@ -235,8 +235,8 @@ def _gated_formula(
     norm: Norm,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    sum = reference.gated_sum(input, residual, gate)
-    return reference.modulated(norm, sum, scale, shift, weight, bias, eps), sum
+    sum = gated_sum(input, residual, gate)
+    return modulated(norm, sum, scale, shift, weight, bias, eps), sum
 
 
 def _check_modulated(
@@ -361,7 +361,7 @@ def _fake_gated_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     tensors = input, residual, gate, scale, shift, weight, bias
     made = list(_empty_grads(tensors, wanted))
-    if wanted[0] or wanted[2]:  # which are made of it
+    if wanted[0] or wanted[2]:  # which are computed from it
         made[1] = input.new_empty(input.shape)
     return tuple(made)
 

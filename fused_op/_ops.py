@@ -1,8 +1,8 @@
-"""The dispatcher's ops: calls of them, and what they return, without computing it.
+"""The dispatcher's ops: calls of them, and their results without data.
 
-``torch.compile`` & Co. ask for shapes and dtypes alone. The schemas are in
-``csrc/dispatcher.cpp``, the meaning of arguments and results in ``csrc/fused_op.h``. A result that
-was not asked for has no elements.
+Compilers need only the shapes and dtypes of results. The schemas are in ``csrc/dispatcher.cpp``,
+the meaning of arguments and results in ``csrc/fused_op.h``. A result that was not asked for has no
+elements.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from ._contexts import unrecorded
+from ._norm_formula import check_shapes
 from ._options import (
     BackwardOptions,
     BackwardTensors,
@@ -33,7 +34,6 @@ from ._options import (
     op_name,
     shares_gradient,
 )
-from .reference import check_shapes
 
 
 def norm_forward(tensors: Tensors, options: Options, save_stats: bool) -> ForwardResults:
@@ -155,7 +155,7 @@ def _dropout_state(like: Tensor, on_device: bool) -> Tensor:
 def _dropout_states(
     info: Any, in_dims: tuple[int, None], like: Tensor, on_device: bool
 ) -> tuple[Tensor, int]:
-    """A state for each sample: vmap comes here with ``randomness="different"`` alone."""
+    """A state for each sample: vmap calls this only with ``randomness="different"``."""
     draw = torch.ops.fused_op.dropout_state.default
     return torch.stack([draw(one, on_device) for one in like.unbind(in_dims[0])]), 0
 

@@ -1,7 +1,7 @@
 """A call as two values: its tensors, and its options.
 
-A call passes through every layer as these. ``fused_op_cuda`` reads the tuples by their places, and
-``csrc/python_arguments.cpp`` lists the places again.
+A call passes through every layer in this form. ``fused_op_cuda`` reads the tuples by position;
+``csrc/python_arguments.cpp`` lists the positions again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Rounding = Literal["once", "before_weight"]
 Activation = Literal["silu", "sigmoid"]  # of a gate
 Shape = int | Sequence[int]  # of normalized_shape
 
-# input, residual, weight, bias, rng_state. A plain tuple: it is made for every call, and naming its
-# places would take another 0.2 us.
+# input, residual, weight, bias, rng_state. A plain tuple: one is made for every call, and a named
+# tuple would take another 0.2 us.
 Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 Outputs = Tensor | tuple[Tensor, Tensor]  # output, or (output, sum) with a residual
 # output, sum, stats
@@ -34,9 +34,9 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 class Options(NamedTuple):
-    """The arguments of a public function that are no tensors, as the user gave them.
+    """The arguments of a public function that are not tensors, as the user passed them.
 
-    Usual ones are checked in C++, the others by ``checked`` of ``_arguments.py``.
+    C++ checks the usual ones, ``checked`` in ``_arguments.py`` the others.
     """
 
     norm: Norm
@@ -49,12 +49,12 @@ class Options(NamedTuple):
     out_dtype: torch.dtype | None = None
     residual_dtype: torch.dtype | None = None
     memory_efficient: bool = False
-    main_grad: bool = False  # add the parameters' gradients to their main_grad
+    main_grad: bool = False  # add the gradients of parameters to their main_grad
     is_checked: bool = False
 
 
-# The fields of Options. A call that a kernel takes at once does not name them: to make an Options
-# takes 0.5 us, and the whole call without a gradient 2 us.
+# The fields of Options. A call that goes straight to a kernel passes a plain tuple: making an
+# Options takes 0.5 us, the whole call without a gradient 2 us.
 Given = tuple[
     Norm,
     float | None,
@@ -72,11 +72,11 @@ Given = tuple[
 
 
 class BackwardOptions(NamedTuple):
-    """What the backward of a call is beside its tensors, all of which forward knew."""
+    """The arguments of a backward that are not tensors. Forward knows all of them."""
 
     norm: Norm
     normalized_ndim: int
-    eps: float | None  # for the formula: the kernels have stats
+    eps: float | None  # for the formula; kernels read stats
     zero_centered: bool
     rounding: Rounding
     dropout_p: float
@@ -88,15 +88,15 @@ class BackwardOptions(NamedTuple):
     main_grad: bool
 
     def shares_gradient(self) -> bool:
-        """Whether input and residual have one gradient."""
+        """Whether input and residual share one gradient."""
         return shares_gradient(self.dropout_p, self.input_dtype, self.residual_dtype)
 
 
 def backward_options(tensors: Tensors, options: Options, x_is_output: bool) -> BackwardOptions:
-    """Those of the backward of a forward."""
+    """The options of the backward that belongs to a forward."""
     input, residual, weight, bias, _ = tensors
     dtype = input.dtype
-    # Where weight and bias differ in dtype, autograd rounds their gradients to either.
+    # If weight and bias differ in dtype, autograd rounds each gradient to its own.
     affine = weight if weight is not None else bias
     param_dtype = dtype if affine is None else affine.dtype
     if bias is not None and bias.dtype is not param_dtype:
@@ -131,7 +131,7 @@ def normalized_ndim(options: Options, weight: Tensor | None, bias: Tensor | None
 
 
 def default_ndim(weight: Tensor | None, bias: Tensor | None) -> int:
-    """How many dimensions normalized_shape has by default: as the weight, else the bias, else 1."""
+    """How many dimensions are normalised by default: the weight's, else the bias's, else 1."""
     affine = weight if weight is not None else bias
     return 1 if affine is None else affine.dim()
 
@@ -139,17 +139,17 @@ def default_ndim(weight: Tensor | None, bias: Tensor | None) -> int:
 def shares_gradient(
     dropout_p: float, input_dtype: torch.dtype, residual_dtype: torch.dtype | None
 ) -> bool:
-    """Whether input and residual have one gradient."""
+    """Whether input and residual share one gradient."""
     return dropout_p == 0 and residual_dtype in (None, input_dtype)
 
 
 def rounds_first(rounding: Rounding, input_dtype: torch.dtype) -> bool:
-    """Whether normalised values are rounded before the weight: in 32 bits nothing is to round."""
+    """Whether normalised values are rounded before the weight: 32 bits need no rounding."""
     return rounding == "before_weight" and input_dtype.itemsize == 2
 
 
 def machine_eps(input: Tensor) -> float:
-    """What ``eps=None`` stands for."""
+    """The value of ``eps=None``."""
     return torch.finfo(compute_dtype(input)).eps
 
 

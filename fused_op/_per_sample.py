@@ -16,16 +16,16 @@ from torch.nn.utils._expanded_weights import expanded_weights_impl, expanded_wei
 from . import functional, torch_functional
 from ._arguments import checked
 from ._formulas import compose
+from ._norm_formula import Affine, rounded
 from ._options import Norm, Options, Tensors
 from ._philox import dropout_state
 from ._routes import check_alone
-from .reference import Affine, rounded
 
 _utils: Any = expanded_weights_utils  # without annotations
 
 
 class _PerSample:
-    """The formula of ``reference.compute``, whose core is the kernel and then ``_Affine``."""
+    """The formula of ``_norm_formula.compute``, whose core is the kernel and then ``_Affine``."""
 
     @staticmethod
     def apply(keywords: tuple[str, ...], function: Any, *values: Any) -> Any:

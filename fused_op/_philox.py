@@ -22,22 +22,22 @@ def _dropped(p: float) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """What kept elements are multiplied by: the inverse of the probability that keeps them."""
+    """The factor of kept elements: the inverse of the probability that keeps them."""
     return 0.0 if p == 1 else _ALL / (_ALL - _dropped(p))
 
 
 def dropout_state(input: Tensor) -> Tensor:
     """Seed and offset of one mask, from the generator that PyTorch's own dropout draws from.
 
-    Eager or traced, under any mode: the same draw. A forward that activation checkpointing runs
-    again, by another route maybe, has the mask of the first.
+    The draw is the same, eager or traced, under any mode. A forward that activation checkpointing
+    runs again, possibly by another route, has the mask of the first one.
     """
     if not is_dynamo_compiling():
-        if torch._C._get_tracing_state() is not None:  # a trace holds PyTorch's operators alone
+        if torch._C._get_tracing_state() is not None:  # a trace contains only PyTorch's operators
             return torch.empty(2, dtype=torch.int64, device=input.device).random_()
         return fused_op_cuda.dropout_state(input)
-    # As route_dropout_state in csrc/routing.cpp. Of two equal calls in one graph the compiler would
-    # keep one; it knows that torch.empty is never equal to another.
+    # As route_dropout_state in csrc/routing.cpp. The compiler would merge equal calls in a
+    # graph, but knows that results of torch.empty are never equal.
     is_transformed = torch._C._are_functorch_transforms_active()
     like = (torch.rand if is_transformed else torch.empty)(0, device=input.device)
     state: Tensor = torch.ops.fused_op.dropout_state.default(like, True)

@@ -1,7 +1,7 @@
-"""Post-norm, addition and pre-norm: ``csrc/post_add_pre_rms_norm.cpp`` is its other half.
+"""Post-norm, addition and pre-norm: ``csrc/post_add_pre_rms_norm.cpp`` is the C++ half.
 
-Whatever the kernels cannot do here the two ops do, ``fused_rms_norm`` and then
-``fused_add_rms_norm``: the bits are the same.
+Calls that its kernels cannot take go to the two ops ``fused_rms_norm`` and
+``fused_add_rms_norm``, one after the other, with the same bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import reference
 from ._arguments import (
     as_float,
     check_bools,
@@ -26,6 +25,7 @@ from ._arguments import (
     check_rows,
     check_tensor,
 )
+from ._norm_formula import normalize_backward
 from ._options import BackwardOptions, Rounding, compute_dtype, machine_eps
 from ._routes import run_backward
 from ._variant import Ops, Variant
@@ -47,9 +47,9 @@ def fused_post_add_pre_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """RMS norm of ``residual + rms_norm(input)``, and that sum as the new residual.
 
-    That is what stands between two blocks of a model with a norm at both ends of each (Gemma 2 and
-    3): the norm behind one block, the addition, and the norm before the next. The results are bit
-    by bit those of :func:`fused_rms_norm` and then :func:`fused_add_rms_norm`.
+    This stands between two blocks of a model whose blocks have a norm at both ends (Gemma 2 and 3):
+    the norm after one block, the addition, and the norm before the next. The results are bit
+    for bit those of :func:`fused_rms_norm` and then :func:`fused_add_rms_norm`.
 
     Args:
         input: ``[..., cols]``, float16, bfloat16, float32 or float64, on CPU or CUDA: the output of
@@ -63,9 +63,9 @@ def fused_post_add_pre_rms_norm(
             epsilon of the arithmetic (float32, or float64 for float64).
         zero_centered: multiply by ``1 + weight``, for weights that are stored minus one, as Gemma's
             are. The 1 is added in the precision of the arithmetic.
-        rounding: ``"once"``: a norm rounds its output alone to 16 bits. ``"before_weight"``: the
+        rounding: ``"once"``: each norm rounds only its output to 16 bits. ``"before_weight"``: the
             normalised values are first rounded to the dtype of ``input``, as in
-            ``weight * normalized.to(input.dtype)``. To derivatives a rounding is the identity.
+            ``weight * normalized.to(input.dtype)``. For derivatives, rounding is the identity.
         residual_dtype: dtype of the sum: that of ``residual``, or float32 beside 16-bit rows.
 
     Returns:
@@ -75,7 +75,7 @@ def fused_post_add_pre_rms_norm(
 
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument has the wrong type.
         ValueError: ``eps`` is NaN or infinite, or ``rounding`` is neither of the two.
 
     Source: Gemma Team 2024 (https://arxiv.org/abs/2408.00118).
@@ -158,7 +158,7 @@ class FusedPostAddPreRMSNorm(nn.Module):
             nn.init.constant_(weight, 0.0 if self.options["zero_centered"] else 1.0)
 
     def extra_repr(self) -> str:
-        """The arguments of the constructor, as far as they are not the default."""
+        """The arguments of the constructor that are not the default."""
         shown = [f"{self.hidden_size}, eps={self.eps}"]
         if self.pre_weight is None:
             shown.append("elementwise_affine=False")
@@ -197,7 +197,7 @@ def _backward(grads: Any, kept: Any, stats: Tensor, options: Any, wanted: Any) -
 
 def _gradients(grads: Any, kept: Any, options: Any, wanted: Any) -> Any:
     def formula(tensors: Any, of_norm: Any, wanted: Any, _: None) -> Any:
-        return reference.normalize_backward(tensors, of_norm, wanted)
+        return normalize_backward(tensors, of_norm, wanted)
 
     return _one_by_one(formula, grads, kept, None, options, wanted)
 
@@ -205,7 +205,7 @@ def _gradients(grads: Any, kept: Any, options: Any, wanted: Any) -> Any:
 def _one_by_one(
     backward: Any, grads: Any, kept: Any, stats: Tensor | None, options: Any, wanted: Any
 ) -> Any:
-    """The backward of the two ops; where nothing depends on the output, only that of the first."""
+    """The backward of the two ops, or only of the first if the output is not used."""
     grad_output, grad_sum = grads
     input, x, post_weight, pre_weight = kept
     eps, zero_centered, rounding, _, residual_dtype = options
@@ -256,7 +256,7 @@ def _formula(
     sum_dtype: torch.dtype | None,
     residual_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The two ops, each of which finds its own way."""
+    """The two ops, each of which picks its own route."""
     both: dict[str, Any] = {"zero_centered": zero_centered, "rounding": rounding}
     branch = fused_rms_norm(input, post_weight, eps, **both)
     return fused_add_rms_norm(branch, residual, pre_weight, eps, residual_dtype=sum_dtype, **both)

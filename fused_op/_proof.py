@@ -1,9 +1,10 @@
-"""Whether the fused op may take the place of a norm module's forward: both are run and compared.
+"""Whether the fused op may replace a norm module's forward: both are run and compared.
 
-Random parameters stand in for the module's own: a fresh model's ones and zeros would hide what the
-forward does with them. Rows come in one to five dimensions and from none to more than a hundred,
-since a forward may tell images from sequences by that; in magnitudes from far below the root of eps
-to far above it; and as zeros, NaN and infinities, since a forward may hide those.
+Random parameters replace the module's own, because the ones and zeros of a new model would hide
+what the forward does with them. Rows have one to five dimensions, and there are none to more than a
+hundred of them, because a forward may tell images from sequences that way. Their magnitudes range
+from far below the root of eps to far above it, and some are zeros, NaN or infinities, because a
+forward may hide those.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ._fused_class import Formula
+from ._norm_formula import compute
 from ._options import Rounding, Shape, compute_dtype
 from ._probe import Refusal, check_side_effects, make_probe, run_forward
-from .reference import compute
 
 BATCHES: tuple[tuple[int, ...], ...] = ((7,), (2, 5), (2, 3, 5))
 # Where the original runs them too; outside of training alone, since they take as long as the rest.

@@ -1,7 +1,7 @@
-"""How an output is quantised: which rules there are, and their formula in PyTorch's operations.
+"""How an output is quantised: the rules, and their formulas in PyTorch operations.
 
 The rules are those of ``csrc/core/quantize.h``, which says where each comes from. The kernels give
-the bits of this formula, applied to the output as it is rounded.
+the bits of these formulas, applied to the rounded output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PADDING = 4
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _VLLM = (torch.float8_e4m3fn, torch.int8)
-# The dtypes of each convention's schemes, as far as it has the scheme.
+# The dtypes that each scheme of a convention allows.
 _RULES: dict[str, dict[str, tuple[torch.dtype, ...]]] = {
     "torchao": {"tensor": _FLOAT8, "token": _FLOAT8, "block128": _FLOAT8},
     "vllm": {"tensor": _VLLM, "token": _VLLM, "block128": _VLLM},
@@ -39,8 +39,17 @@ _POWERS_OF_TWO = {
 }
 
 
+class QuantizedNorm(NamedTuple):
+    """What a norm with a quantised output returns; what is not wanted is None."""
+
+    quantized: Tensor
+    scale: Tensor
+    output: Tensor | None
+    sum: Tensor | None
+
+
 class Rule(NamedTuple):
-    """The arguments that say how an output is quantised; of the dispatcher's op, in its order."""
+    """How an output is quantised: arguments of the dispatcher's op, in its order."""
 
     scheme: Scheme
     dtype: torch.dtype
@@ -60,7 +69,7 @@ def checked_rule(
     scale_dtype: Any,
     scale_layout: Any,
 ) -> Rule:
-    """The rule of a call, or the error of one of its arguments."""
+    """The rule of a call. Raises the error for a wrong argument."""
     _check_choice(op, "scheme", scheme, ("tensor", "token", "block128"))
     _check_choice(op, "convention", convention, tuple(_RULES))
     _check_choice(op, "scale_layout", scale_layout, ("row_major", "transposed"))
@@ -136,7 +145,7 @@ def quantize(output: Tensor, ndim: int, scale: Tensor | None, rule: Rule) -> tup
         return _rounded(rows * factor.reshape(()), rule).reshape(output.shape), decode
     blocks = rows.unsqueeze(-2)
     if rule.scheme == "block128":
-        # To whole blocks, with zeros: they change no largest magnitude.
+        # Padded to whole blocks with zeros, which do not change the largest magnitude.
         blocks = F.pad(rows, (0, -cols % BLOCK))
         blocks = blocks.reshape(*rows.shape[:-1], -(-cols // BLOCK), BLOCK)
     amax = blocks.abs().amax(-1) if blocks.shape[-1] else blocks.new_zeros(blocks.shape[:-1])
@@ -153,7 +162,7 @@ def _largest(dtype: torch.dtype) -> float:
 
 
 def _scales(amax: Tensor, rule: Rule, output_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What to decode by, and what to multiply by."""
+    """The factor that decodes values, and the one that encodes them."""
     largest = _largest(rule.dtype)
     if rule.convention == "torchao":
         factor = (largest / amax.double().clamp(min=1e-12)).float()
@@ -167,7 +176,7 @@ def _scales(amax: Tensor, rule: Rule, output_dtype: torch.dtype) -> tuple[Tensor
         decode = amax.clamp(min=1e-4) / largest
         decode = _power_of_two_above(decode) if rule.power_of_two else decode
         return decode, decode.reciprocal()
-    # A number divided by a tensor would be a product with the tensor's inverse.
+    # PyTorch computes a number divided by a tensor as a product with the tensor's inverse.
     factor = torch.full_like(amax, largest) / amax
     highest = torch.finfo(torch.bfloat16 if output_dtype == torch.bfloat16 else torch.float32).max
     factor = torch.where(factor.isinf(), highest, factor)
@@ -209,5 +218,5 @@ def _stored(scale: Tensor, rule: Rule) -> Tensor:
 
 
 def padded_rows(rows: int) -> int:
-    """How many rows there is room for where scales are transposed."""
+    """How many rows transposed scales have room for."""
     return (rows + PADDING - 1) // PADDING * PADDING

@@ -1,4 +1,4 @@
-"""A call in PyTorch's own norms: what ``torch.jit.trace`` records, and what becomes ONNX.
+"""A call in PyTorch's own norms, for ``torch.jit.trace`` and ONNX.
 
 Both keep operators for later: for programs that do not import this package, and for gradients that
 nobody has asked for yet. ``fused_op::norm_forward`` serves neither, since its derivative belongs to
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ._contexts import is_recording, unrecorded
 from ._formulas import compose
+from ._norm_formula import Affine, apply_affine
 from ._options import Norm, Options, Outputs, Tensors
-from .reference import Affine, apply_affine
 
 
 def record(tensors: Tensors, options: Options) -> Outputs:
@@ -35,7 +35,7 @@ def record(tensors: Tensors, options: Options) -> Outputs:
 
 
 def _by_operator(norm: Norm, x: Tensor, ndim: int, eps: float, affine: Affine) -> Tensor:
-    """``reference.normalize`` by ``aten::layer_norm`` or ``aten::rms_norm``."""
+    """``normalize`` by ``aten::layer_norm`` or ``aten::rms_norm``."""
     factor, offset, round_to = affine
     if round_to is not None:
         return apply_affine(affine, _by_operator(norm, x, ndim, eps, Affine(None, None, None)))
@@ -49,7 +49,7 @@ def _by_operator(norm: Norm, x: Tensor, ndim: int, eps: float, affine: Affine) -
 
 
 def _by_arithmetic(norm: Norm, x: Tensor, ndim: int, eps: float, affine: Affine) -> Tensor:
-    """``reference.normalize`` in the few operations that PyTorch's own norms become in ONNX."""
+    """``normalize`` in the few operations that PyTorch's own norms become in ONNX."""
     dims = list(range(-ndim, 0))
     if norm == "layer_norm":
         x = x - x.mean(dims, keepdim=True)

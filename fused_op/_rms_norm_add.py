@@ -1,6 +1,6 @@
-"""Post-norm and addition: ``csrc/post_add_pre_rms_norm.cpp`` is its other half.
+"""Post-norm and addition: ``csrc/post_add_pre_rms_norm.cpp`` is the C++ half.
 
-Whatever the kernel cannot do here ``fused_rms_norm`` and an addition do: the bits are the same.
+Calls that its kernel cannot take go to ``fused_rms_norm`` and an addition, with the same bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import reference
 from ._arguments import (
     as_float,
     check_bools,
@@ -24,6 +23,7 @@ from ._arguments import (
     check_rows,
     check_tensor,
 )
+from ._norm_formula import normalize_backward
 from ._options import BackwardOptions, Rounding, compute_dtype, machine_eps
 from ._routes import run_backward
 from ._variant import Ops, Variant
@@ -42,9 +42,9 @@ def fused_rms_norm_add(
     rounding: Rounding = "once",
     residual_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``residual + rms_norm(input)`` in one pass: the norm behind a block, and the addition.
+    """``residual + rms_norm(input)`` in one pass: the norm after a block, and the addition.
 
-    That is what stands behind the blocks of OLMo 2 and 3. The result is bit by bit that of
+    The blocks of OLMo 2 and 3 end with it. The result is bit for bit that of
     :func:`fused_rms_norm` and an addition.
 
     Args:
@@ -57,9 +57,9 @@ def fused_rms_norm_add(
             arithmetic (float32, or float64 for float64).
         zero_centered: multiply by ``1 + weight``, for weights that are stored minus one. The 1 is
             added in the precision of the arithmetic.
-        rounding: ``"once"``: the norm rounds its output alone to 16 bits. ``"before_weight"``: the
+        rounding: ``"once"``: the norm rounds only its output to 16 bits. ``"before_weight"``: the
             normalised values are first rounded to the dtype of ``input``, as in
-            ``weight * normalized.to(input.dtype)``. To derivatives a rounding is the identity.
+            ``weight * normalized.to(input.dtype)``. For derivatives, rounding is the identity.
         residual_dtype: dtype of the sum: that of ``residual``, or float32 beside 16-bit rows.
 
     Returns:
@@ -68,7 +68,7 @@ def fused_rms_norm_add(
 
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument has the wrong type.
         ValueError: ``eps`` is NaN or infinite, or ``rounding`` is neither of the two.
 
     Source: OLMo Team 2025 (https://arxiv.org/abs/2501.00656).
@@ -109,7 +109,7 @@ def _backward(grads: Any, kept: Any, stats: Tensor, options: Any, wanted: Any) -
 
 def _gradients(grads: Any, kept: Any, options: Any, wanted: Any) -> Any:
     def formula(tensors: Any, of_norm: Any, wanted: Any, _: None) -> Any:
-        return reference.normalize_backward(tensors, of_norm, wanted)
+        return normalize_backward(tensors, of_norm, wanted)
 
     return _backward_by(formula, grads, kept, None, options, wanted)
 
@@ -117,7 +117,7 @@ def _gradients(grads: Any, kept: Any, options: Any, wanted: Any) -> Any:
 def _backward_by(
     backward: Any, grads: Any, kept: Any, stats: Tensor | None, options: Any, wanted: Any
 ) -> Any:
-    """That of ``fused_rms_norm``; the addition passes its gradient to both."""
+    """The backward of ``fused_rms_norm``. The addition passes its gradient to both."""
     (grad,) = grads
     input, _, weight = kept
     eps, zero_centered, rounding, _, residual_dtype = options

@@ -1,7 +1,7 @@
-"""RMS norm and rotary embedding of queries and keys: ``csrc/rms_norm_rope.cpp`` is its other half.
+"""RMS norm and rotary embedding of queries and keys: ``csrc/rms_norm_rope.cpp`` is the C++ half.
 
 ``fused_rms_norm_rope`` takes queries or keys. ``fused_qk_norm_rope`` takes a packed projection and
-returns its values too: backward then writes one gradient, where that of a split would copy three.
+returns its values, too. Backward then writes one gradient; that of a split would copy three.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import _rope_formula, reference
+from . import _rope_formula
 from ._arguments import check_tensor
 from ._options import compute_dtype
 from ._rope_checks import OP, QK_OP, check_call, check_qk_call, checked_eps
@@ -36,9 +36,9 @@ def fused_rms_norm_rope(
 
     Args:
         input: ``[..., heads, head_dim]``, queries or keys; float16, bfloat16, float32 or float64,
-            on CPU or CUDA. Part of a packed projection is read where it is.
-        cos: ``[..., rotary_dim / 2]``, a number for each pair of columns; any of these dtypes. The
-            sizes in front are those of ``input`` without ``heads`` and ``head_dim``, or the last of
+            on CPU or CUDA. Part of a packed projection is read in place.
+        cos: ``[..., rotary_dim / 2]``, a number for each pair of columns; any of these dtypes. Its
+            leading sizes are those of ``input`` without ``heads`` and ``head_dim``, or the last of
             them: ``[seq, rotary_dim / 2]`` serves a whole batch. The first ``rotary_dim`` columns
             are rotated, the others only normalised. It gets no gradient.
         sin: like ``cos``.
@@ -47,13 +47,13 @@ def fused_rms_norm_rope(
         eps: added to the mean square before the root; finite. ``None``: the machine epsilon of the
             arithmetic, as in ``torch.nn.functional.rms_norm``.
         style: ``"neox"`` rotates column ``j`` with column ``j + rotary_dim / 2``, as Llama does;
-            ``"gptj"`` neighbours, ``2j`` and ``2j + 1``, as GPT-J and GLM do.
+            ``"gptj"`` rotates neighbours, ``2j`` and ``2j + 1``, as GPT-J and GLM do.
         zero_centered: multiply by ``1 + weight``, for weights that are stored minus one.
-        rounding: ``"once"``: the output alone is rounded to 16 bits. ``"before_rotation"``: the
+        rounding: ``"once"``: only the output is rounded to 16 bits. ``"before_rotation"``: the
             normalised values, weight included, are rounded to the dtype of ``input`` first, as by a
             norm that is a function of its own; and if cos and sin have that dtype, so is each
             product with them. ``"before_weight"``: that, after the roundings of
-            ``weight * normalized.to(input.dtype)``, as in Qwen3. To derivatives a rounding is the
+            ``weight * normalized.to(input.dtype)``, as in Qwen3. For derivatives, rounding is the
             identity; it changes nothing in float32 and float64.
 
     Returns:
@@ -63,8 +63,8 @@ def fused_rms_norm_rope(
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument. Or cos or
             sin require a gradient.
-        TypeError: an argument is of the wrong kind.
-        ValueError: ``eps`` is NaN or infinite, or ``style`` or ``rounding`` is none of those above.
+        TypeError: an argument has the wrong type.
+        ValueError: ``eps`` is NaN or infinite, or ``style`` or ``rounding`` has another value.
 
     Source: Su et al. 2021 (https://arxiv.org/abs/2104.09864).
     """
@@ -113,7 +113,7 @@ def fused_qk_norm_rope(
 
     Raises:
         RuntimeError, TypeError, ValueError: as :func:`fused_op.fused_rms_norm_rope`, and if the
-            last dimension of ``qkv`` is no whole number of such heads.
+            last dimension of ``qkv`` is not a whole number of such heads.
     """
     tensors = qkv, cos, sin, q_weight, k_weight
     keywords: Any = {"style": style, "zero_centered": zero_centered, "rounding": rounding}
@@ -276,6 +276,3 @@ torch.library.register_fake("fused_op::qk_norm_rope_backward", _fake_qk_backward
 
 _RMS_NORM_ROPE = Variant(Ops(_forward, _backward, _formula, check_call))
 _QK_NORM_ROPE = Variant(Ops(_qk_forward, _qk_backward, _qk_formula, check_qk_call))
-
-reference.fused_rms_norm_rope = _rope_formula.fused_rms_norm_rope
-reference.fused_qk_norm_rope = _rope_formula.fused_qk_norm_rope

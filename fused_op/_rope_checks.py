@@ -1,4 +1,4 @@
-"""What calls of norms with rotary embedding refuse, in the words of ``csrc/rope_call.cpp``."""
+"""What norms with rotary embedding refuse, with the messages of ``csrc/rope_call.cpp``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def checked_eps(
     zero_centered: Any,
     rounding: Any,
 ) -> float:
-    """Eps as a float, after a check of what the ops cannot check."""
+    """Eps as a float. Checks what the ops cannot check."""
     for name, angles in (("cos", cos), ("sin", sin)):
         check_tensor(op, name, angles)
         if angles.requires_grad and torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""RMS norm and rotary embedding in PyTorch's operations; ``reference`` has them under its name."""
+"""RMS norm with rotary embedding in PyTorch operations, for ``reference.py``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ._norm_formula import (
+    Affine,
+    apply_affine,
+    cast,
+    contiguous,
+    normalize,
+    rounded,
+    weight_factor,
+)
 from ._options import compute_dtype, machine_eps
-from .reference import Affine, _cast, _factor, apply_affine, contiguous, normalize, rounded
 
 Style = Literal["neox", "gptj"]
 RopeRounding = Literal["once", "before_rotation", "before_weight"]
@@ -29,20 +37,20 @@ def fused_rms_norm_rope(
     compute, dtype = compute_dtype(input), input.dtype
     eps = machine_eps(input) if eps is None else eps
     rounds = dtype.itemsize == 2 and rounding != "once"
-    # A product with a weight of 32 bits has as many, unless it is a norm's output.
+    # A product with a 32-bit weight has 32 bits, unless it is rounded as the output of a norm.
     rounds_norm = rounds and (
         rounding == "before_rotation"
         or weight is None
         or (weight.dtype == dtype and not zero_centered)
     )
-    factor = None if weight is None else _factor(weight, compute, zero_centered)
+    factor = None if weight is None else weight_factor(weight, compute, zero_centered)
     affine = Affine(None, None, dtype if rounds and rounding == "before_weight" else None)
-    x = normalize("rms_norm", _cast(input, compute), 1, eps, affine)
+    x = normalize("rms_norm", cast(input, compute), 1, eps, affine)
     x = apply_affine(Affine(factor, None, None), x)
     x = rounded(x, dtype if rounds_norm else None)
     rounds_products = rounds_norm and cos.dtype == dtype
     turned = _turn(x, cos, sin, style, dtype if rounds_products else None)
-    return contiguous(_cast(turned, dtype))
+    return contiguous(cast(turned, dtype))
 
 
 def fused_qk_norm_rope(
@@ -88,7 +96,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, style: str, round_to: torch.dtype
     """Heads with their first columns rotated, in pairs."""
     while cos.dim() >= x.dim():  # of size 1, which must not become dimensions of the output
         cos, sin = cos.squeeze(0), sin.squeeze(0)
-    cos, sin = (_cast(angles, x.dtype).unsqueeze(-2) for angles in (cos, sin))  # over heads
+    cos, sin = (cast(angles, x.dtype).unsqueeze(-2) for angles in (cos, sin))  # over heads
     half = cos.shape[-1]
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]
     if style == "neox":

@@ -1,25 +1,25 @@
-"""Which way a call takes. ``run`` and ``run_backward`` choose; the ways are below them.
+"""Which route a call takes. ``run`` and ``run_backward`` choose; the routes are below them.
 
 =============  ====================================================================================
-kernel         plain tensors: the binding takes the call as it is, and records it for autograd by a
-               node in C++, ``csrc/autograd.cpp``, where a gradient is needed
+kernel         plain tensors: the binding takes the call as it is. If a gradient is needed, a node
+               in C++ records it for autograd, ``csrc/autograd.cpp``
 ``AUTOGRAD``   gradients that are added to ``main_grad``: the autograd Function, over the binding
-``CHECK``      unusual arguments, or wrong ones: once more, after the checks of ``_arguments.py``;
-               or ``__torch_function__`` of a tensor or a mode takes the call, as that of
-               per-sample gradients, ``_per_sample.py``
-``DROPOUT``    once more, with the state of a mask; without dropout outside of training
-``CAST``       autocast is on, and the rows' dtypes do not fit together: once more, after a cast
+``CHECK``      unusual arguments, or wrong ones: called again after the checks of
+               ``_arguments.py``; or ``__torch_function__`` of a tensor or a mode takes the call,
+               for example for per-sample gradients, ``_per_sample.py``
+``DROPOUT``    called again with the state of a mask, or without dropout outside of training
+``CAST``       autocast is on, and the dtypes of rows do not fit together: called again after a cast
 ``RECORD``     ``torch.jit.trace`` and ONNX: PyTorch's own norms, ``_recorded.py``
-``DISPATCH``   tensors that are not plain memory: the dispatcher, where each kind of them has its
-               own implementation, DTensor that of ``_dtensor.py``; and what is being compiled
-``COMPOSITE``  function transforms, forward-mode AD, ``disabled()``, and where a kernel cannot be
-               had: the formulas, ``_formulas.py``
+``DISPATCH``   tensors that are not plain memory, and compilation: the dispatcher, where each kind
+               of tensor has its own implementation; that of DTensor is in ``_dtensor.py``
+``COMPOSITE``  function transforms, forward-mode AD, ``disabled()``, and a kernel that is not
+               available: the formulas, ``_formulas.py``
 =============  ====================================================================================
 
-``csrc/routing.h`` and ``csrc/fused_op.cpp`` tell them apart, as far as C++ can.
+``csrc/routing.h`` and ``csrc/fused_op.cpp`` choose, as far as C++ can.
 
-The questions here are ``is_dynamo_compiling`` and not ``is_compiling``, which takes longer: what
-else compiles, as a non-strict export does, calls with tensors that the binding knows not to be
+This file asks ``is_dynamo_compiling`` instead of ``is_compiling``, which takes longer. Other
+compilations, such as a non-strict export, call with tensors that the binding recognises as not
 plain.
 """
 
@@ -40,12 +40,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fused_op_cuda
 from fused_op_cuda import KernelError, Route
 
-from . import _ops, reference
+from . import _ops
 from ._arguments import checked
 from ._contexts import is_differentiated, is_transformed
 from ._disabled import open_blocks
 from ._formulas import compose
 from ._main_grad import Parameters, add_to_main_grad
+from ._norm_formula import normalize_backward
 from ._options import (
     BackwardOptions,
     BackwardTensors,
@@ -105,13 +106,13 @@ def run(op: Callable[..., Any], function: Any, given: Given, tensors: Tensors) -
         return run(op, function, options, _cast(tensors))
     if result is Route.RECORD or torch.onnx.is_in_onnx_export():
         return record(tensors, options)
-    if result is Route.DISPATCH or options.main_grad:  # which the Function alone knows of
+    if result is Route.DISPATCH or options.main_grad:  # only the Function knows about them
         return _dispatch(function, tensors, options)
     return compose(tensors, options)
 
 
 def _run_traced(op: Callable[..., Any], function: Any, options: Options, tensors: Tensors) -> Any:
-    """``run`` while dynamo compiles: of tensors whose memory nobody may look at."""
+    """``run`` while dynamo compiles, where nothing may look at the memory of a tensor."""
     if _is_overridden(tensors, options):
         return _override(op, options, tensors)
     options, tensors = _checked(op, options, tensors)
@@ -130,12 +131,12 @@ def _checked(op: Callable[..., Any], options: Options, tensors: Tensors) -> tupl
 
 
 def _is_overridden(tensors: Tensors, options: Options) -> bool:
-    # The call of a module that knows of main_grad is no public function's.
+    # A call with main_grad comes from a module, not from a public function.
     return not options.main_grad and has_torch_function(tensors)
 
 
 def _override(op: Callable[..., Any], options: Options, tensors: Tensors) -> Any:
-    """Let ``__torch_function__`` of a tensor, or of the mode that is on, take the call."""
+    """Let ``__torch_function__`` of a tensor, or of the active mode, take the call."""
     _ops.register_per_sample_rules()
     values: dict[str, Any] = dict(zip(_NAMES, (*options, *tensors), strict=True))
     positional, keywords = _OVERRIDABLE[op.__name__]
@@ -165,20 +166,20 @@ def run_backward(
     wanted: Wanted,
     parameters: Parameters | None,
 ) -> Gradients:
-    """The backward of the autograd Function; ``parameters`` are those with a ``main_grad``.
+    """The backward of the autograd Function. ``parameters`` are those with a ``main_grad``.
 
-    And of the node in C++, where it does not run the kernel itself: ``csrc/autograd.cpp``.
+    The node in C++ calls it, too, when it does not run the kernel itself: ``csrc/autograd.cpp``.
     """
     # The kernel, the dispatcher's op and the formula have the same arguments.
     grad_output, grad_sum, _, _, _, stats, _ = tensors
-    formula: Any = reference.normalize_backward
+    formula: Any = normalize_backward
     backward: Any = fused_op_cuda.norm_backward
     if stats is None or open_blocks:  # no kernel in forward, or none now
         backward = formula
     elif is_dynamo_compiling():
         backward = _ops.norm_backward
     elif is_differentiated(grad_output, grad_sum):
-        # The means too have to depend on x by operations that PyTorch can differentiate.
+        # The means have to depend on x, too, by operations that PyTorch can differentiate.
         backward = formula
     if options.x_is_output and backward is formula:
         raise RuntimeError(
@@ -199,7 +200,7 @@ def run_backward(
 
 
 def _dispatch(function: Any, tensors: Tensors, options: Options) -> Any:
-    """Through the dispatcher, where each kind of tensor finds its own implementation."""
+    """Call through the dispatcher, where each kind of tensor has its own implementation."""
     _ops.register_rules()
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return function.apply(*tensors, options)
@@ -208,7 +209,7 @@ def _dispatch(function: Any, tensors: Tensors, options: Options) -> Any:
 
 
 def _forward_by_formula(tensors: Tensors, options: Options) -> ForwardResults:
-    """``norm_forward`` without its kernel, and so without statistics for backward."""
+    """``norm_forward`` without a kernel, and therefore without statistics for backward."""
     if not is_dynamo_compiling():
         check_alone(tensors, options)
     outputs = compose(tensors, options)
@@ -216,27 +217,27 @@ def _forward_by_formula(tensors: Tensors, options: Options) -> ForwardResults:
 
 
 class _NotPlain(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Changes nothing; but under any mode ``fused_op_cuda.norm`` takes no tensor for plain."""
+    """Changes nothing. But under any mode, no tensor is plain to ``fused_op_cuda.norm``."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 def check_alone(tensors: Tensors, options: Given) -> Route:
-    """``fused_op_cuda.norm`` without its kernel: says what it refuses, and the route."""
+    """``fused_op_cuda.norm`` without its kernel: raises its errors, and returns the route."""
     with _NotPlain():  # type: ignore[no-untyped-call]
         route = fused_op_cuda.norm(tensors, options)
     return Route.COMPOSITE if route is Route.DISPATCH else route  # type: ignore[return-value]
 
 
-# What has been warned of: each kernel has its own message, which would be shown once more.
+# Warnings already given. Each kernel has its own message, so Python would show each once.
 warned: list[RuntimeError] = []
 
 
 def warn_of_missing_kernel(error: RuntimeError) -> None:
-    """Say, once, that PyTorch's operations take the place of a kernel that cannot be had.
+    """Warn, once, that PyTorch operations replace a kernel that is not available.
 
-    With ``FUSED_OP_JIT=require`` that is an error.
+    With ``FUSED_OP_JIT=require`` this is an error.
     """
     if os.environ.get("FUSED_OP_JIT") == "require":
         raise error
@@ -250,7 +251,7 @@ def warn_of_missing_kernel(error: RuntimeError) -> None:
 
 
 def _cast(tensors: Tensors) -> Tensors:
-    """Under autocast, rows that do not fit together meet in the wider dtype, and lose nothing."""
+    """Under autocast, cast rows of different dtypes to the wider one, which loses nothing."""
     input, residual, weight, bias, rng_state = tensors
     wider = residual is not None and residual.dtype == torch.float32 and input.dtype.itemsize == 2
     if residual is not None and not wider:
@@ -260,7 +261,7 @@ def _cast(tensors: Tensors) -> Tensors:
 
 
 def _distinct(tensors: Tensors) -> Tensors:
-    """No tensor twice, which dynamo cannot trace as arguments of a Function: a view instead."""
+    """Replace repeated tensors by views: dynamo cannot trace a tensor that is passed twice."""
     input, residual, weight, bias, rng_state = tensors
     if residual is input:
         residual = input.view_as(input)

@@ -1,14 +1,14 @@
-"""What makes a function of a variant's pair of ops: autograd, transforms, compilation, a switch.
+"""Turns the two ops of a variant into a function: autograd, transforms, compilation, a switch.
 
 A variant is a function beside the norms of ``functional.py``, with ops of its own: its C++ half is
 a file like ``csrc/l2_norm.cpp``, its Python half one like ``_l2_norm.py``. That file checks the
-arguments, and hands the call to the variant's :class:`Variant`, which picks its way:
+arguments, and passes the call to the variant's :class:`Variant`, which picks its route:
 
-- to the ops, through an ``autograd.Function`` where a gradient is needed. What is being compiled,
-  and tensors that are not plain memory, go the same way: the dispatcher knows them.
-- past them, to the formula in PyTorch's operations: function transforms, forward-mode AD, a
-  gradient that is differentiated again, ``torch.jit.trace`` and ONNX, ``disabled()``, and a kernel
-  that cannot be had.
+- the ops, through an ``autograd.Function`` if a gradient is needed. Compilation, and tensors that
+  are not plain memory, take this route, too: the dispatcher knows them.
+- the formula in PyTorch operations, for function transforms, forward-mode AD, a gradient that is
+  differentiated again, ``torch.jit.trace`` and ONNX, ``disabled()``, and a kernel that is not
+  available.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def _tensors(tensors: Tensors, outputs: Outputs) -> Tensors:
 
 
 class Ops(NamedTuple):
-    """The functions of a variant. ``tensors`` and ``options`` are a call's, in the same order.
+    """The functions of a variant. ``tensors`` and ``options`` belong to a call, in the same order.
 
-    ``forward(tensors, options, save)`` returns ``(outputs, stats)``: one tensor or several, and
-    what backward needs of forward beside the tensors, if ``save`` asks for it: one or several.
+    ``forward(tensors, options, save)`` returns ``(outputs, stats)``. ``outputs`` is one tensor or
+    several. ``stats`` is what backward needs beside the tensors, if ``save``: one or several.
     ``backward(grads, tensors, stats, options, wanted)`` returns a gradient, or None, for each of
-    the tensors. ``grads`` has None for outputs that nothing was computed from, but one at least.
+    the tensors. ``grads`` has None for outputs that were not used; at least one was.
     ``formula(*tensors, *options)`` returns the outputs, by operations that can be differentiated
     any number of times. ``check(*tensors, *options)`` refuses what the ops refuse.
 
-    A variant whose backward reads an output in the place of an argument has two more:
-    ``kept(tensors, outputs)`` returns what ``backward`` gets as its tensors, in the arguments'
-    places, and ``gradients(grads, kept, options, wanted)`` what ``backward`` returns, by operations
-    that can be differentiated.
+    A variant whose backward reads an output in place of an argument has two more:
+    ``kept(tensors, outputs)`` returns the tensors for ``backward``, in the order of the arguments.
+    ``gradients(grads, kept, options, wanted)`` returns the same as ``backward``, by operations that
+    can be differentiated.
     """
 
     forward: Callable[[Tensors, Options, bool], tuple[Outputs, Saved]]
@@ -70,12 +70,12 @@ class Variant:
         self.function = _function_of(ops)
 
     def __call__(self, tensors: Tensors, options: Options) -> Any:
-        """Run it; the arguments that are no tensors have the types that the ops take."""
+        """Run it. The arguments that are not tensors must have the types that the ops take."""
         if open_blocks or is_transformed() or _is_recorded():
             self.ops.check(*tensors, *options)
             return self.ops.formula(*tensors, *options)
         if any(t is not None and (t.layout is not torch.strided or t.is_nested) for t in tensors):
-            self.ops.check(*tensors, *options)  # the dispatcher has no sentence for these
+            self.ops.check(*tensors, *options)  # the dispatcher has no readable error for these
         _register_rules()
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             return self.function.apply(options, *_distinct(tensors))
@@ -121,7 +121,7 @@ def _function_of(ops: Ops) -> Any:
 def _forward(
     ops: Ops, tensors: Tensors, options: Options, save: bool
 ) -> tuple[Outputs, Saved | None]:
-    """Outputs, and the statistics: None where the formula took the call."""
+    """The outputs, and the statistics, which are None if the formula took the call."""
     if is_dynamo_compiling():
         return ops.forward(tensors, options, save)
     try:
@@ -157,7 +157,7 @@ def _backward_by_formula(
     """The gradients as functions of the tensors and of ``grads``, to be differentiated again."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views: one tensor may stand for two arguments, each with a gradient of its own.
+        # Views, because one tensor may be two arguments, each with its own gradient.
         inputs = [
             None if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_(w)
             for t, w in zip(tensors, wanted, strict=True)
@@ -169,7 +169,7 @@ def _backward_by_formula(
     found = iter(
         torch.autograd.grad(
             [y for y, _ in pairs],
-            sought,  # type: ignore[arg-type]  # what is wanted is there
+            sought,  # type: ignore[arg-type]  # every wanted gradient is there
             [dy for _, dy in pairs],
             create_graph=create_graph,
             allow_unused=True,
@@ -181,7 +181,7 @@ def _backward_by_formula(
 
 
 def _distinct(tensors: Tensors) -> Tensors:
-    """No tensor twice, which dynamo cannot trace as arguments of a Function: a view instead."""
+    """Replace repeated tensors by views: dynamo cannot trace a tensor that is passed twice."""
     return tuple(
         t.view_as(t) if t is not None and any(t is other for other in tensors[:i]) else t
         for i, t in enumerate(tensors)

@@ -1,7 +1,7 @@
-"""Swap the norms of a model for fused ones, in place, each after a check on random rows.
+"""Replace the norms of a model by fused ones, in place, each after a check on random rows.
 
-Only a module's ``__class__`` changes: parameters, hooks, names and the optimizer's state stay the
-very same objects.
+Only the ``__class__`` of a module changes. Parameters, hooks and the state of the optimizer stay
+the same objects.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .modules import CONVERTED, FusedLayerNorm, FusedRMSNorm
 Select = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
-# Where a class has none of these, its forward may have the number itself.
+# A class without any of these may have the number in its forward.
 EPS_NUMBERS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-7, 1e-10, 1e-3, torch.finfo(torch.float32).eps)
 _TWICE = "up to 2 ulp apart: the original rounds in between too"
 
@@ -40,20 +40,20 @@ class Converted(NamedTuple):
     name: str
     before: str
     after: str
-    # How many spacings of the dtype the results of both may be apart, by their roundings to it: 1,
-    # or 2 where the original rounds the normalised values too; 0 in a report of revert.
+    # How many spacings of the dtype the results may differ, because of their roundings to it: 1, or
+    # 2 if the original also rounds the normalised values. 0 in a report of revert.
     ulps: int
     rounding: Rounding = "once"  # of the fused op
-    # In 16 bits: but for about 5e-5 of them, the outputs have the bits that they had.
+    # In 16 bits, all but about 5e-5 of the outputs keep their bits.
     same_roundings: bool = False
 
     def note(self) -> str:
-        """What ``str()`` of a report says of it."""
+        """The words for it in a report."""
         return "same roundings" if self.same_roundings else _TWICE if self.ulps == 2 else ""
 
 
 class Skipped(NamedTuple):
-    """A norm that stayed as it was."""
+    """A norm that did not change."""
 
     name: str
     type_name: str
@@ -131,7 +131,7 @@ def convert(
         names in the model is listed under the first.
 
     Raises:
-        TypeError: ``model`` is not a module, or a selection is of the wrong kind.
+        TypeError: ``model`` is not a module, or a selection has the wrong type.
         ValueError: a pattern matches no norm.
     """
     norms = _norms("convert", model)
@@ -156,7 +156,7 @@ def convert(
         changes.append((module, after))
         facts = match.ulps, match.rounding, match.same_roundings
         converted.append(Converted(names[0], before.__name__, after.__name__, *facts))
-    # Only now: an error on the way here, such as one in a predicate, has left the model alone.
+    # Only now, so that an error above, such as one in a predicate, leaves the model unchanged.
     for module, after in changes:
         module.__dict__[CONVERTED] = module.__class__
         module.__class__ = after
@@ -229,7 +229,7 @@ def _eps_name(module: nn.Module) -> str | None:
 
 
 def _has(module: nn.Module, name: str) -> bool:
-    """``hasattr``; False too for a property of some other module that raises what it likes."""
+    """``hasattr``, but False for a property that raises any error."""
     try:
         return hasattr(module, name)
     except Exception:
@@ -264,7 +264,7 @@ _Verdict = _Proof | Refusal
 def _judge_once(
     module: nn.Module, like: Tensor, shared: dict[int, Any], verdicts: dict[Any, _Verdict]
 ) -> _Proof:
-    """As :func:`_judge`, but the norms of a model's layers, which are alike, have one proof."""
+    """As :func:`_judge`, with one proof for the norms of all layers, which are alike."""
     key = like.dtype, like.device, state_key(module)
     if key not in verdicts:
         try:
@@ -278,7 +278,7 @@ def _judge_once(
 
 
 def _judge(module: nn.Module, like: Tensor, shared: dict[int, Any]) -> _Proof:
-    """The class that the module may get, and what was proved of it; or a Refusal."""
+    """The class that the module may get, and its proof. Raises a Refusal if there is none."""
     if CONVERTED in module.__dict__ or isinstance(module, (FusedLayerNorm, FusedRMSNorm)):
         raise Refusal("is fused already")
     given = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
@@ -289,7 +289,7 @@ def _judge(module: nn.Module, like: Tensor, shared: dict[int, Any]) -> _Proof:
     try:
         _check_structure(module)
         _check_kind(like, given)
-        if like.is_meta:  # the proof is about a stand-in, of random parameters, on the CPU
+        if like.is_meta:  # the proof uses a copy with random parameters on the CPU
             like = torch.empty(0, dtype=like.dtype, device="cpu")
         if gate_parameter(type(module)) is not None:
             return _prove_with_gate(module, like, shape, shared)
@@ -300,12 +300,12 @@ def _judge(module: nn.Module, like: Tensor, shared: dict[int, Any]) -> _Proof:
 
 
 def _prove_one(module: nn.Module, like: Tensor, shape: Any, shared: dict[int, Any]) -> _Proof:
-    """The proof of the formula with the module's own roundings, or of the one that is nearest."""
+    """The proof of the formula with the module's own roundings, or else of the closest one."""
     proofs: dict[Formula, _Proof] = {}
     refusal: Refusal | None = None  # of the likeliest formula
     for formula in _candidates(module, like):
         if any((f.norm, f.eps) != (formula.norm, formula.eps) for f in proofs):
-            continue  # it is another one, whatever its roundings
+            continue  # it is another formula, whatever its roundings
         try:
             after = _subclassed(type(module), formula)
             match = prove(module, after, formula, like, shape, shared)
@@ -360,7 +360,7 @@ def _check_kind(like: Tensor, given: list[Tensor]) -> None:
 
 
 def _check_structure(module: nn.Module) -> None:
-    """Its state has to be no more than weight, bias and eps."""
+    """Check that its state is only weight, bias and eps."""
     if isinstance(module, torch.jit.ScriptModule):
         raise Refusal("is compiled by TorchScript")
     if parametrize.is_parametrized(module):
@@ -404,7 +404,7 @@ def _candidates(module: nn.Module, like: Tensor) -> list[Formula]:
         factors.append("1 + weight")
         if like.dtype.itemsize == 2:
             factors.append("rounded 1 + weight")
-    if "weight" in module._buffers:  # a constant, there for the sake of some other code
+    if "weight" in module._buffers:  # a constant for other code
         factors.append("1")
     roundings: list[Rounding] = ["once"]
     if len(factors) > 1 and like.dtype.itemsize == 2:

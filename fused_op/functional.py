@@ -1,7 +1,8 @@
 """The public functions, and the autograd Function that records them.
 
-Each hands its call to ``run`` of ``_routes.py``, which picks a way: straight to a kernel, through
-the Function below, or past both. Those with PyTorch's signatures are in ``torch_functional.py``.
+Each passes its call to ``run`` in ``_routes.py``, which picks a route: straight to a kernel,
+through the Function below, or past both. Functions with PyTorch's signatures are in
+``torch_functional.py``.
 """
 
 from __future__ import annotations
@@ -53,19 +54,19 @@ def fused_layer_norm(
         normalized_shape: the last dimensions, normalised together; default: the shape of ``weight``
             or ``bias``, else the last dimension.
         zero_centered: multiply by ``1 + weight``, added in the precision of the arithmetic, for
-            weights stored minus one (Gemma, Megatron's LayerNorm1p). Nothing without ``weight``.
+            weights stored minus one (Gemma, Megatron's LayerNorm1p). No effect without ``weight``.
         rounding: ``"once"``: only the output is rounded to 16 bits. ``"before_weight"``: the
             normalised values, too, as in ``weight * normalized.to(input.dtype)`` of Llama and most
             language models. The gradient of ``weight`` is then that of the rounded values; the
             rounding itself counts as the identity. No difference in float32 and float64.
         dropout_p: probability, rounded to a multiple of ``2^-16`` (to 1 only from 1), that an
             element of the output becomes 0; the others are divided by ``1 - dropout_p``. The mask
-            follows ``torch.manual_seed``; backward makes it again, and nothing stores it.
+            follows ``torch.manual_seed``; backward computes it again, and nothing stores it.
         training: ``False`` turns dropout off.
         out_dtype: dtype of the output: float32 for a 16-bit input, float16 or bfloat16 for float32;
             default: that of ``input``.
-        memory_efficient: save the output for backward instead of the input, which saves memory
-            where a linear layer behind it keeps the output anyway. Backward divides it by the
+        memory_efficient: save the output for backward instead of the input. This saves memory if
+            the following linear layer keeps the output anyway. Backward divides it by the
             weight: the normalised values carry the rounding of the output, and a weight closer to 0
             than 1e-5 counts as 1e-5. No second derivative, no dropout, no weights that start at 0.
 
@@ -75,9 +76,9 @@ def fused_layer_norm(
 
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
-        TypeError: an argument is of the wrong kind.
-        ValueError: ``eps`` is not finite, ``dropout_p`` is not between 0 and 1 or stands beside
-            ``memory_efficient``, or ``rounding`` is neither of the two.
+        TypeError: an argument has the wrong type.
+        ValueError: ``eps`` is not finite, ``dropout_p`` is not between 0 and 1 or is combined
+            with ``memory_efficient``, or ``rounding`` is neither of the two.
 
     Source: Ba, Kiros and Hinton 2016 (https://arxiv.org/abs/1607.06450).
     """
@@ -116,32 +117,32 @@ def fused_rms_norm(
         normalized_shape: the last dimensions, normalised together; default: the shape of
             ``weight``, else the last dimension.
         zero_centered: multiply by ``1 + weight``, added in the precision of the arithmetic, for
-            weights stored minus one (Gemma, Megatron's LayerNorm1p). Nothing without ``weight``.
+            weights stored minus one (Gemma, Megatron's LayerNorm1p). No effect without ``weight``.
         rounding: ``"once"``: only the output is rounded to 16 bits. ``"before_weight"``: the
             normalised values, too, as in ``weight * normalized.to(input.dtype)`` of Llama and most
             language models. The gradient of ``weight`` is then that of the rounded values; the
             rounding itself counts as the identity. No difference in float32 and float64.
         dropout_p: probability, rounded to a multiple of ``2^-16`` (to 1 only from 1), that an
             element of the output becomes 0; the others are divided by ``1 - dropout_p``. The mask
-            follows ``torch.manual_seed``; backward makes it again, and nothing stores it.
+            follows ``torch.manual_seed``; backward computes it again, and nothing stores it.
         training: ``False`` turns dropout off.
         out_dtype: dtype of the output: float32 for a 16-bit input, float16 or bfloat16 for float32;
             default: that of ``input``.
-        memory_efficient: save the output for backward instead of the input, which saves memory
-            where a linear layer behind it keeps the output anyway. Backward divides it by the
+        memory_efficient: save the output for backward instead of the input. This saves memory if
+            the following linear layer keeps the output anyway. Backward divides it by the
             weight: the normalised values carry the rounding of the output, and a weight closer to 0
             than 1e-5 counts as 1e-5. No second derivative, no dropout, no weights that start at 0.
 
     Returns:
         A tensor of the shape of ``input``, in ``out_dtype``: contiguous, or channels-last for a
-        channels-last input, as PyTorch's. The arithmetic is in float32 (float64 for float64) and
+        channels-last input, as in PyTorch. The arithmetic is in float32 (float64 for float64) and
         the result is rounded once.
 
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
-        TypeError: an argument is of the wrong kind.
-        ValueError: ``eps`` is not finite, ``dropout_p`` is not between 0 and 1 or stands beside
-            ``memory_efficient``, or ``rounding`` is neither of the two.
+        TypeError: an argument has the wrong type.
+        ValueError: ``eps`` is not finite, ``dropout_p`` is not between 0 and 1 or is combined
+            with ``memory_efficient``, or ``rounding`` is neither of the two.
 
     Source: Zhang and Sennrich 2019 (https://arxiv.org/abs/1910.07467).
     """
@@ -183,14 +184,14 @@ def fused_add_layer_norm(
         normalized_shape: the last dimensions, normalised together; default: the shape of ``weight``
             or ``bias``, else the last dimension.
         zero_centered: multiply by ``1 + weight``, added in the precision of the arithmetic, for
-            weights stored minus one (Gemma, Megatron's LayerNorm1p). Nothing without ``weight``.
+            weights stored minus one (Gemma, Megatron's LayerNorm1p). No effect without ``weight``.
         rounding: ``"once"``: only the output is rounded to 16 bits. ``"before_weight"``: the
             normalised values, too, as in ``weight * normalized.to(input.dtype)`` of Llama and most
             language models. The gradient of ``weight`` is then that of the rounded values; the
             rounding itself counts as the identity. No difference in float32 and float64.
         dropout_p: probability, rounded to a multiple of ``2^-16`` (to 1 only from 1), that an
             element of ``input`` becomes 0 before the addition; the others are divided by
-            ``1 - dropout_p``. The mask follows ``torch.manual_seed``; it is made again, not stored.
+            ``1 - dropout_p``. The mask follows ``torch.manual_seed``; it is never stored.
         training: ``False`` turns dropout off.
         residual_dtype: dtype of the sum: that of ``residual``, or float32 beside 16-bit rows.
         out_dtype: dtype of the output: float32 for a 16-bit input, float16 or bfloat16 for float32;
@@ -204,7 +205,7 @@ def fused_add_layer_norm(
 
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument has the wrong type.
         ValueError: ``eps`` is not finite, ``dropout_p`` not between 0 and 1, or ``rounding`` wrong.
 
     Source: Ba, Kiros and Hinton 2016 (https://arxiv.org/abs/1607.06450).
@@ -248,14 +249,14 @@ def fused_add_rms_norm(
         normalized_shape: the last dimensions, normalised together; default: the shape of
             ``weight``, else the last dimension.
         zero_centered: multiply by ``1 + weight``, added in the precision of the arithmetic, for
-            weights stored minus one (Gemma, Megatron's LayerNorm1p). Nothing without ``weight``.
+            weights stored minus one (Gemma, Megatron's LayerNorm1p). No effect without ``weight``.
         rounding: ``"once"``: only the output is rounded to 16 bits. ``"before_weight"``: the
             normalised values, too, as in ``weight * normalized.to(input.dtype)`` of Llama and most
             language models. The gradient of ``weight`` is then that of the rounded values; the
             rounding itself counts as the identity. No difference in float32 and float64.
         dropout_p: probability, rounded to a multiple of ``2^-16`` (to 1 only from 1), that an
             element of ``input`` becomes 0 before the addition; the others are divided by
-            ``1 - dropout_p``. The mask follows ``torch.manual_seed``; it is made again, not stored.
+            ``1 - dropout_p``. The mask follows ``torch.manual_seed``; it is never stored.
         training: ``False`` turns dropout off.
         residual_dtype: dtype of the sum: that of ``residual``, or float32 beside 16-bit rows.
         out_dtype: dtype of the output: float32 for a 16-bit input, float16 or bfloat16 for float32;
@@ -269,7 +270,7 @@ def fused_add_rms_norm(
 
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
-        TypeError: an argument is of the wrong kind.
+        TypeError: an argument has the wrong type.
         ValueError: ``eps`` is not finite, ``dropout_p`` not between 0 and 1, or ``rounding`` wrong.
 
     Source: Zhang and Sennrich 2019 (https://arxiv.org/abs/1910.07467).
@@ -286,7 +287,7 @@ def fused_add_rms_norm(
 
 
 class _NormFunction(torch.autograd.Function):
-    """Every op as one differentiable function; without a residual it returns the output alone.
+    """Every op as one differentiable function; without a residual it returns only the output.
 
     The classic form, with ``ctx`` in forward: ``setup_context`` costs 45 us a call, and a ``jvp``
     would break ``torch.compile(fullgraph=True)``.
@@ -313,8 +314,8 @@ class _NormFunction(torch.autograd.Function):
 class FusedLayerNormFunction(torch.autograd.Function):
     """Layer norm as ``FusedLayerNormFunction.apply(input, weight, bias, eps)``.
 
-    :func:`fused_layer_norm` means the same; it is faster without a gradient, and knows autocast,
-    ``torch.func`` and tensor subclasses.
+    :func:`fused_layer_norm` computes the same. It is faster without a gradient, and supports
+    autocast, ``torch.func`` and tensor subclasses.
     """
 
     @staticmethod
@@ -333,8 +334,8 @@ class FusedLayerNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> Any:
-        """Compute the gradients of those of input, weight and bias that need one."""
-        # autograd asks for as many as there were arguments: weight, bias and eps may be missing.
+        """Compute the gradients of input, weight and bias, where needed."""
+        # One for each argument that was passed: weight, bias and eps may be missing.
         count = len(ctx.needs_input_grad)
         input, weight, bias, _ = (*ctx.needs_input_grad, False, False, False)[:4]
         gradients = _backward(ctx, grad_output, None, (input, False, weight, bias))
@@ -350,7 +351,7 @@ def _forward(ctx: Any, tensors: Tensors, options: Options, save_stats: bool) -> 
     ctx.save_for_backward(x, weight, bias if x_is_output else None, stats, rng_state)
     ctx.options = backward_options(tensors, options, x_is_output)
     if options.main_grad:
-        # Themselves: what is saved comes back without attributes from hooks and checkpointing.
+        # Parameters themselves: hooks and checkpointing return saved tensors without attributes.
         ctx.parameters = weight, bias
     ctx.set_materialize_grads(False)
     return output if residual is None else (output, sum)
@@ -359,7 +360,7 @@ def _forward(ctx: Any, tensors: Tensors, options: Options, save_stats: bool) -> 
 def _backward(
     ctx: Any, grad_output: Tensor | None, grad_sum: Tensor | None, wanted: Wanted
 ) -> Gradients:
-    """The gradients of input, residual, weight and bias, as far as they are wanted."""
+    """The gradients of input, residual, weight and bias that are wanted."""
     options = ctx.options
     x, weight, bias, stats, rng_state = ctx.saved_tensors
     if grad_output is None:
@@ -372,7 +373,7 @@ def _backward(
         tensors, options, wanted, parameters
     )
     if wanted[1] and options.shares_gradient():
-        grad_residual = grad_x  # as torch.add does: autograd copies where it would be stored twice
+        grad_residual = grad_x  # as torch.add does; autograd copies a tensor stored twice
     return (
         grad_x if wanted[0] else None,
         grad_residual if wanted[1] else None,
@@ -382,7 +383,7 @@ def _backward(
 
 
 def norm_to_main_grad(op: Any, module: Any, tensors: Tensors) -> Any:
-    """The call of a module of ``modules.py`` whose parameters' gradients go to ``main_grad``."""
+    """A call from a module whose parameter gradients are added to ``main_grad``."""
     options = Options(
         "layer_norm" if isinstance(module, torch.nn.LayerNorm) else "rms_norm",
         module.eps,

@@ -1,8 +1,8 @@
-"""The functions as modules: subclasses of PyTorch's own, of which ``forward`` is replaced.
+"""The functions as modules: subclasses of PyTorch's own with another ``forward``.
 
-So ``isinstance``, ``state_dict``, initialisation, ``repr`` and the constructor are PyTorch's, and a
-checkpoint of the one loads into the other. What the functions have beyond PyTorch's is a
-keyword-only argument of the constructor, and ``repr`` shows it where it is not the default.
+``isinstance``, ``state_dict``, initialisation, ``repr`` and the constructor are PyTorch's, and
+checkpoints load in both directions. Options that PyTorch does not have are keyword-only
+arguments of the constructor; ``repr`` shows those that are not the default.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from .functional import (
     norm_to_main_grad,
 )
 
-# In the __dict__ of a module that convert changed: its class before.
+# In the __dict__ of a module that convert changed: its previous class.
 CONVERTED = "_class_before_convert"
 _KNOWN_DEVICES = frozenset({"cpu", "cuda", "meta"})
 
 
 def takes_original(module: Any, *tensors: Tensor | None, has_failed: bool = False) -> bool:
-    """Whether a converted module calls its original forward, to run wherever that runs.
+    """Whether a converted module calls its original forward, so that it runs wherever that runs.
 
     Args:
-        module: any; no is the answer for one that ``convert`` did not change.
+        module: any module; False for one that ``convert`` did not change.
         tensors: the input, weight and bias of the call.
-        has_failed: the fused op has raised. A tensor subclass may not know it, the original may
-            broadcast, and it may not save an input that comes from inference mode. A missing build
-            or a failed launch is no reason.
+        has_failed: the fused op has raised. A tensor subclass may not support it, the original may
+            broadcast, or the input may come from inference mode. A missing build or a failed launch
+            is no reason.
     """
     if not hasattr(module, CONVERTED):
         return False
     given = [t for t in tensors if isinstance(t, Tensor)]
-    # What is being compiled cannot fail first.
+    # Compiled code cannot try the fused op first.
     may_broadcast = has_failed or is_dynamo_compiling()
     return any(
         t.dtype not in KERNEL_DTYPES
@@ -60,9 +60,9 @@ def _do_nothing(module: nn.Module, args: Any) -> None:
 
 
 class _Extras:
-    """What the modules have beyond PyTorch's.
+    """The options that PyTorch's modules do not have.
 
-    Class attributes: instances that ``convert`` has made out of PyTorch's have no others.
+    As class attributes, because instances that ``convert`` changed have no others.
     """
 
     zero_centered: bool = False
@@ -74,17 +74,17 @@ class _Extras:
     fuse_wgrad_accumulation: bool = False
 
     def _set_extras(self, **extras: Any) -> None:
-        """Before PyTorch's constructor, which calls reset_parameters."""
+        """Run before PyTorch's constructor, which calls reset_parameters."""
         check_extras(type(self).__name__, **extras)
         for name, value in extras.items():
             if value != getattr(_Extras, name):
                 object.__setattr__(self, name, value)
 
     def _keep_off_fast_paths(self: Any) -> None:
-        """Make forward the only way to the result, where the parameters alone do not tell it.
+        """Make sure that forward is called, if the result depends on more than the parameters.
 
-        ``nn.TransformerEncoderLayer`` reads the parameters of its norms past ``forward`` in
-        inference, unless one of its modules has a hook.
+        In inference, ``nn.TransformerEncoderLayer`` reads the parameters of its norms without
+        calling ``forward``, unless one of its modules has a hook.
         """
         if self.zero_centered or self.rounding != "once" or self.out_dtype is not None:
             self.register_forward_pre_hook(_do_nothing)
@@ -96,13 +96,13 @@ class _Extras:
             "zero_centered": self.zero_centered,
             "rounding": self.rounding,
             "dropout_p": self.dropout_p,
-            # Not read without need: torch.compile compiles once more where it changes.
+            # Read only if needed: torch.compile compiles again when it changes.
             "training": not self.dropout_p or self.training,
             "out_dtype": self.out_dtype,
         }
 
     def _extras_repr(self) -> str:
-        """Whatever is not the default."""
+        """The options that are not the default."""
         return "".join(
             f", {name}={getattr(self, name)!r}"
             for name in _Extras.__annotations__
@@ -121,7 +121,7 @@ class FusedLayerNorm(_Extras, nn.LayerNorm):
         device: of the parameters.
         dtype: of the parameters; beside a 16-bit input float32 costs nothing.
         zero_centered: multiply by ``1 + weight``; the weight is initialised to 0. A ``state_dict``
-            does not tell: PyTorch's class, which loads it too, would multiply by ``weight``.
+            does not record this: PyTorch's class would load it and multiply by ``weight``.
         rounding: ``"once"``, or ``"before_weight"``: the normalised values are rounded to the dtype
             of the input before the weight, as in Llama; see the function.
         dropout_p: of the output, while the module is in training mode.
@@ -129,14 +129,14 @@ class FusedLayerNorm(_Extras, nn.LayerNorm):
         memory_efficient: as in :func:`fused_op.fused_layer_norm`.
         fuse_wgrad_accumulation: add the gradients of weight and bias to their attribute
             ``main_grad``, a float32 tensor, in the same kernel. As in Megatron-LM,
-            ``grad_added_to_main_grad`` is set, and autograd gets a gradient without meaning.
+            ``grad_added_to_main_grad`` is set, and autograd gets a meaningless gradient.
 
     Shape:
         ``[..., *normalized_shape]`` to the same.
 
     Raises:
-        RuntimeError, TypeError, ValueError: as :func:`fused_op.fused_layer_norm`; in the
-            constructor already, where its arguments suffice to tell.
+        RuntimeError, TypeError, ValueError: as :func:`fused_op.fused_layer_norm`; from the
+            constructor, if its arguments show the mistake.
 
     Source: Ba, Kiros and Hinton 2016 (https://arxiv.org/abs/1607.06450).
     """
@@ -213,7 +213,7 @@ class FusedRMSNorm(_Extras, nn.RMSNorm):
         device: of the weight.
         dtype: of the weight; beside a 16-bit input float32 costs nothing.
         zero_centered: multiply by ``1 + weight``; the weight is initialised to 0. A ``state_dict``
-            does not tell: PyTorch's class, which loads it too, would multiply by ``weight``.
+            does not record this: PyTorch's class would load it and multiply by ``weight``.
         rounding: ``"once"``, or ``"before_weight"``: the normalised values are rounded to the dtype
             of the input before the weight, as in Llama; see the function.
         dropout_p: of the output, while the module is in training mode.
@@ -294,11 +294,11 @@ class FusedRMSNorm(_Extras, nn.RMSNorm):
 class FusedAddLayerNorm(FusedLayerNorm):
     """:class:`FusedLayerNorm` of ``input + residual``, by :func:`fused_op.fused_add_layer_norm`.
 
-    The arguments are those of :class:`FusedLayerNorm`, but for these:
+    The arguments are those of :class:`FusedLayerNorm`, except these:
 
     Args:
         dropout_p: of the input, before the addition, while the module is in training mode.
-        residual_dtype: of the sum; default: that of the residual. It takes the place of
+        residual_dtype: of the sum; default: that of the residual. It replaces
             ``memory_efficient``.
 
     Shape:
@@ -332,7 +332,7 @@ class FusedAddLayerNorm(FusedLayerNorm):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
         )
 
-    def forward(  # type: ignore[override]  # a second input is what this class adds
+    def forward(  # type: ignore[override]  # this class adds a second input
         self, input: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the normalised sum, and the sum as the new residual."""
@@ -352,11 +352,11 @@ class FusedAddLayerNorm(FusedLayerNorm):
 class FusedAddRMSNorm(FusedRMSNorm):
     """:class:`FusedRMSNorm` of ``input + residual``, by :func:`fused_op.fused_add_rms_norm`.
 
-    The arguments are those of :class:`FusedRMSNorm`, but for these:
+    The arguments are those of :class:`FusedRMSNorm`, except these:
 
     Args:
         dropout_p: of the input, before the addition, while the module is in training mode.
-        residual_dtype: of the sum; default: that of the residual. It takes the place of
+        residual_dtype: of the sum; default: that of the residual. It replaces
             ``memory_efficient``.
 
     Shape:
@@ -389,7 +389,7 @@ class FusedAddRMSNorm(FusedRMSNorm):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
         )
 
-    def forward(  # type: ignore[override]  # a second input is what this class adds
+    def forward(  # type: ignore[override]  # this class adds a second input
         self, input: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the normalised sum, and the sum as the new residual."""

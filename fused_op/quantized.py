@@ -1,55 +1,18 @@
 """Norms whose output is quantised in the same pass: fp8 or int8, and the scales.
 
 The gradient goes straight through: backward is that of the norm, with the gradient of the output as
-if nothing had been rounded.
+if it were not rounded. ``_quantized_routes.py`` runs the calls.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
-from torch.overrides import handle_torch_function, has_torch_function
 
-from fused_op_cuda import KernelError
-
-from . import reference
-from ._arguments import check_bools, check_tensor, checked
-from ._contexts import is_recording, is_transformed, unrecorded
-from ._disabled import open_blocks
-from ._formulas import compose
-from ._options import (
-    Norm,
-    Options,
-    Rounding,
-    Shape,
-    Tensors,
-    backward_options,
-    compute_dtype,
-    default_ndim,
-    machine_eps,
-    normalized_ndim,
-    op_name,
-)
-from ._quantize import (
-    BLOCK,
-    Convention,
-    Rule,
-    ScaleLayout,
-    Scheme,
-    checked_rule,
-    padded_rows,
-    quantize,
-)
-from ._routes import _cast, _distinct, check_alone, warn_of_missing_kernel
-from .functional import _backward
-from .reference import QuantizedNorm, check_shapes
+from ._arguments import check_tensor
+from ._options import Options, Rounding, Shape
+from ._quantize import Convention, QuantizedNorm, ScaleLayout, Scheme
+from ._quantized_routes import run
 
 
 def fused_rms_norm_quantized(
@@ -76,48 +39,48 @@ def fused_rms_norm_quantized(
         input: ``[..., *normalized_shape]``, float16, bfloat16 or float32.
         weight: as in :func:`fused_rms_norm`.
         eps: likewise.
-        scheme: what a scale covers. ``"tensor"``: all, by the ``scale`` that is given. ``"token"``:
-            a row. ``"block128"``: 128 neighbouring columns of a row; the last block of a row takes
-            what is left.
-        dtype: ``torch.float8_e4m3fn``; ``torch.float8_e5m2`` of torchao and te, or ``torch.int8``
-            of vllm. Rounded to nearest even and saturated.
-        convention: whose rule the scales follow: ``"torchao"``, ``"vllm"``, ``"deep_gemm"``
-            (blocks) or ``"te"`` (tensor and blocks).
-        scale: of scheme ``"tensor"``: one float32 on the device of ``input``. The output is about
+        scheme: what a scale covers. ``"tensor"``: the whole tensor; the argument ``scale`` is the
+            scale. ``"token"``: a row. ``"block128"``: 128 neighbouring columns of a row; the last
+            block of a row may be shorter.
+        dtype: ``torch.float8_e4m3fn``; with torchao and te also ``torch.float8_e5m2``, with vllm
+            also ``torch.int8``. Values are rounded to nearest even and saturated.
+        convention: the library whose rule the scales follow: ``"torchao"``, ``"vllm"``,
+            ``"deep_gemm"`` (only blocks) or ``"te"`` (tensor and blocks).
+        scale: for scheme ``"tensor"``: one float32 on the device of ``input``. The output is about
             ``quantized * scale``; with te, as in its quantizers, ``quantized / scale``.
-        power_of_two: round scales to powers of two: torchao's of rows and blocks, those of
-            deep_gemm, and by default those of te.
+        power_of_two: round scales to powers of two. Possible for torchao (rows and blocks),
+            deep_gemm and te (blocks); by default, te rounds the scales of blocks.
         scale_dtype: float32, or ``torch.float8_e8m0fnu`` for powers of two.
-        scale_layout: of blocks. ``"transposed"``: scales of neighbouring rows are neighbours, with
-            room for a multiple of 4 rows, as ``scaled_mm`` and DeepGEMM read them. There is room
-            for as many rows behind ``quantized``; both are zero there.
-        keep_output: return the output, too.
+        scale_layout: of blocks. ``"transposed"``: the scales of neighbouring rows are adjacent, and
+            rows are padded to a multiple of 4, as ``scaled_mm`` and DeepGEMM read them.
+            ``quantized`` is padded to as many rows; both are zero there.
+        keep_output: also return the output.
         normalized_shape: as in :func:`fused_rms_norm`.
         zero_centered: likewise.
         rounding: likewise.
-        out_dtype: what the output is rounded to before it is quantised: bits are those of the norm
-            followed by the convention's own quantisation.
+        out_dtype: the dtype to which the output is rounded before it is quantised. The bits are
+            those of the norm followed by the convention's own quantisation.
 
     Returns:
-        A :class:`QuantizedNorm`. ``quantized`` has the shape of ``input``. ``scale`` is what to
-        multiply it by: ``[..., 1]`` for rows, ``[..., blocks]``, or the tensor's. ``output`` is
-        the norm's if ``keep_output``. Gradients arrive through it: where they are recorded and it
-        is not kept, it is a placeholder of NaN without memory of its own, which a linear layer
-        takes as the input to send its gradient to. ``sum`` is None.
+        A :class:`QuantizedNorm`. ``quantized`` has the shape of ``input``. ``scale`` decodes
+        it: ``[..., 1]`` for rows, ``[..., blocks]``, or one for the tensor. ``output`` is the
+        output of the norm if ``keep_output``. Gradients arrive through it. If they are recorded
+        and it is not kept, it is a placeholder of NaN without memory of its own, to which a linear
+        layer sends the gradient of its input. ``sum`` is None.
 
-        NaN and infinity stay in their row: its scale, or of te its values, says so.
+        NaN and infinity stay in their row. They show in its scale; with te, in its values.
 
     Raises:
         RuntimeError: shapes, dtypes or devices disagree; the message names the argument.
-        TypeError: an argument is of the wrong kind.
-        ValueError: arguments that do not go together, such as a dtype that a convention has not.
+        TypeError: an argument has the wrong type.
+        ValueError: arguments that do not go together, such as a dtype that the convention lacks.
     """
     given = scheme, dtype, convention, power_of_two, scale_dtype, scale_layout
     options = Options(
         "rms_norm", eps, normalized_shape, zero_centered, rounding, out_dtype=out_dtype
     )
     tensors = input, None, weight, None, scale
-    return _run(fused_rms_norm_quantized, tensors, options, given, keep_output)
+    return run(fused_rms_norm_quantized, tensors, options, given, keep_output)
 
 
 def fused_layer_norm_quantized(
@@ -148,7 +111,7 @@ def fused_layer_norm_quantized(
         "layer_norm", eps, normalized_shape, zero_centered, rounding, out_dtype=out_dtype
     )
     tensors = input, None, weight, bias, scale
-    return _run(fused_layer_norm_quantized, tensors, options, given, keep_output)
+    return run(fused_layer_norm_quantized, tensors, options, given, keep_output)
 
 
 def fused_add_rms_norm_quantized(
@@ -183,7 +146,7 @@ def fused_add_rms_norm_quantized(
     )  # fmt: skip
     check_tensor("fused_add_rms_norm_quantized", "residual", residual)
     tensors = input, residual, weight, None, scale
-    return _run(fused_add_rms_norm_quantized, tensors, options, given, keep_output)
+    return run(fused_add_rms_norm_quantized, tensors, options, given, keep_output)
 
 
 def fused_add_layer_norm_quantized(
@@ -219,247 +182,4 @@ def fused_add_layer_norm_quantized(
     )  # fmt: skip
     check_tensor("fused_add_layer_norm_quantized", "residual", residual)
     tensors = input, residual, weight, bias, scale
-    return _run(fused_add_layer_norm_quantized, tensors, options, given, keep_output)
-
-
-_Given = tuple[Any, ...]  # of checked_rule, behind `scale`
-
-
-class _Call(NamedTuple):
-    """What a call is beside its tensors, checked."""
-
-    options: Options
-    rule: Rule
-    keep_output: bool
-
-
-def _run(
-    op: Callable[..., Any], tensors: Tensors, options: Options, given: _Given, keep_output: bool
-) -> QuantizedNorm:
-    """Check a call of the public function ``op``, and choose its way."""
-    if has_torch_function(tensors):
-        return _override(op, tensors, options, given, keep_output)
-    name = op.__name__
-    rule = checked_rule(name, tensors[4], *given)
-    check_bools(name, keep_output=keep_output)
-    norm_tensors = (*tensors[:4], None)
-    options = checked(name, options, norm_tensors)
-    call = _Call(options, rule, keep_output)
-    if torch.is_autocast_enabled(tensors[0].device.type):
-        tensors = (*_cast(norm_tensors)[:4], tensors[4])
-    if is_dynamo_compiling():
-        tensors = (*_distinct((*tensors[:4], None))[:4], tensors[4])
-    if open_blocks or is_transformed() or is_recording():
-        return _composed(tensors, call)
-    differentiates = any(t is not None and t.requires_grad for t in tensors[:4])
-    if torch.is_grad_enabled() and differentiates:
-        results: Any = _QuantizedFunction.apply(*tensors, call)  # type: ignore[no-untyped-call]
-    else:
-        results = _forward(tensors, call, False)[:4]
-    return QuantizedNorm(*results)
-
-
-def _override(
-    op: Callable[..., Any], tensors: Tensors, options: Options, given: _Given, keep_output: bool
-) -> QuantizedNorm:
-    """Let ``__torch_function__`` of a tensor, or of the mode that is on, take the call.
-
-    It sees a function that returns a plain tuple: PyTorch's own makes what it returns anew, by the
-    type and an iterator, which is not how a NamedTuple is made.
-    """
-
-    @functools.wraps(op)
-    def as_tuple(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return tuple(op(*args, **kwargs))
-
-    names = "scheme", "dtype", "convention", "power_of_two", "scale_dtype", "scale_layout"
-    values: dict[str, Any] = dict(zip(names, given, strict=True))
-    values |= {name: getattr(options, name) for name in Options._fields}
-    values |= dict(zip(("input", "residual", "weight", "bias", "scale"), tensors, strict=True))
-    values["keep_output"] = keep_output
-    wanted = {name: values[name] for name in inspect.signature(op).parameters}
-    return QuantizedNorm(*handle_torch_function(as_tuple, tensors, **wanted))
-
-
-# quantized, scale, output, sum, stats
-_Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-
-
-def _forward(tensors: Tensors, call: _Call, save_stats: bool) -> _Results:
-    """The kernel's results; without a kernel those of the formula, and no statistics."""
-    options, rule, keep_output = call
-    _, residual, weight, bias, scale = tensors
-    assert options.eps is not None
-    try:
-        quantized, scales, output, sum, stats = torch.ops.fused_op.norm_quantized.default(
-            options.norm,
-            *tensors,
-            normalized_ndim(options, weight, bias),
-            options.eps,
-            options.zero_centered,
-            options.rounding,
-            options.out_dtype,
-            options.residual_dtype,
-            *rule,
-            keep_output,
-            save_stats,
-        )
-    except KernelError as error:
-        warn_of_missing_kernel(error)
-        with torch.no_grad():
-            return *_composed(tensors, call), None
-    if scale is not None:
-        scales = scale.reciprocal() if rule.convention == "te" else scale.detach()
-    return (
-        quantized,
-        scales,
-        output if keep_output else None,
-        sum if residual is not None else None,
-        stats if save_stats else None,
-    )
-
-
-def _composed(tensors: Tensors, call: _Call) -> QuantizedNorm:
-    """The call in PyTorch's operations."""
-    options, rule, keep_output = call
-    input, residual, weight, bias, scale = tensors
-    norm_tensors = input, residual, weight, bias, None
-    if not is_dynamo_compiling():
-        check_alone(norm_tensors, options)
-    if input.dtype == torch.float64:
-        raise RuntimeError(
-            f"{op_name(options.norm, residual is not None)}_quantized: input must be float16, "
-            f"bfloat16 or float32 where the output is quantised, got {input.dtype}"
-        )
-    outputs = compose(norm_tensors, options)
-    output, sum = outputs if isinstance(outputs, tuple) else (outputs, None)
-    output = output.contiguous()
-    with torch.no_grad():
-        ndim = normalized_ndim(options, weight, bias)
-        quantized, scales = quantize(output, ndim, scale, rule)
-    if keep_output:
-        return QuantizedNorm(quantized, scales, output, sum)
-    placeholder = output + (math.nan - output).detach() if output.requires_grad else None
-    return QuantizedNorm(quantized, scales, placeholder, sum)
-
-
-class _QuantizedFunction(torch.autograd.Function):
-    """The op, with the gradient of the norm for that of the output."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        scale: Tensor | None,
-        call: _Call,
-    ) -> Any:
-        options = call.options
-        tensors = input, residual, weight, bias, scale
-        quantized, scales, output, sum, stats = _forward(tensors, call, True)
-        if output is None:
-            dtype = options.out_dtype or input.dtype
-            output = input.new_full((1,), math.nan, dtype=dtype).expand(input.shape)
-        x = input if sum is None else sum
-        ctx.save_for_backward(x, weight, None, stats, None)
-        ctx.options = backward_options((input, residual, weight, bias, None), options, False)
-        ctx.mark_non_differentiable(quantized, scales)
-        ctx.set_materialize_grads(False)
-        return quantized, scales, output, sum
-
-    @staticmethod
-    def backward(
-        ctx: Any,
-        _quantized: Tensor | None,
-        _scale: Tensor | None,
-        grad_output: Tensor | None,
-        grad_sum: Tensor | None = None,
-    ) -> Any:
-        gradients = _backward(ctx, grad_output, grad_sum, ctx.needs_input_grad[:4])
-        return *gradients, None, None
-
-
-def _norm_quantized(
-    norm: Norm,
-    input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    normalized_ndim: int,
-    eps: float,
-    zero_centered: bool,
-    rounding: Rounding,
-    output_dtype: torch.dtype | None,
-    sum_dtype: torch.dtype | None,
-    scheme: Scheme,
-    dtype: torch.dtype,
-    convention: Convention,
-    power_of_two: bool,
-    scale_dtype: torch.dtype,
-    transposed: bool,
-    keep_output: bool,
-    save_stats: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the op returns, without computing it."""
-    ndim = normalized_ndim or default_ndim(weight, bias)
-    leading, shape = input.shape[: input.dim() - ndim], input.shape[input.dim() - ndim :]
-    op = f"{op_name(norm, residual is not None)}_quantized"
-    unrecorded(lambda: check_shapes(input, residual, weight, bias, shape, f"{op}: "))
-    rows, cols = math.prod(leading), math.prod(shape)
-    padded = padded_rows(rows) if transposed else rows
-    quantized = input.new_empty((padded, cols), dtype=dtype)[:rows].view(input.shape)
-    scales, output, sum, stats = (input.new_empty(0) for _ in range(4))
-    if scheme == "token":
-        scales = input.new_empty((*leading, 1), dtype=scale_dtype)
-    elif scheme == "block128":
-        blocks = (cols + BLOCK - 1) // BLOCK
-        if transposed:
-            scales = input.new_empty((blocks, padded), dtype=scale_dtype)
-            scales = scales[:, :rows].t().view(*leading, blocks)
-        else:
-            scales = input.new_empty((*leading, blocks), dtype=scale_dtype)
-    if keep_output:
-        output = input.new_empty(input.shape, dtype=output_dtype or input.dtype)
-    if residual is not None:
-        sum = input.new_empty(input.shape, dtype=sum_dtype or residual.dtype)
-    if save_stats:
-        count = 2 if norm == "layer_norm" else 1
-        stats = input.new_empty((count, rows), dtype=compute_dtype(input))
-    return quantized, scales, output, sum, stats
-
-
-torch.library.register_fake("fused_op::norm_quantized", _norm_quantized)
-
-
-def _twin(op: Callable[..., QuantizedNorm]) -> Callable[..., QuantizedNorm]:
-    """The op in plain PyTorch operations."""
-    signature = inspect.signature(op)
-    norm: Norm = "layer_norm" if "layer" in op.__name__ else "rms_norm"
-
-    @functools.wraps(op)
-    def twin(*args: Any, **kwargs: Any) -> QuantizedNorm:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        values = {"residual": None, "bias": None, "residual_dtype": None} | bound.arguments
-        fields = {name: values[name] for name in Options._fields if name in values}
-        tensors = tuple(values[name] for name in ("input", "residual", "weight", "bias", "scale"))
-        given = (values[name] for name in (
-            "scheme", "dtype", "convention", "power_of_two", "scale_dtype", "scale_layout"
-        ))  # fmt: skip
-        options = Options(norm, **fields)
-        if options.eps is None:
-            options = options._replace(eps=machine_eps(values["input"]))
-        rule = checked_rule(op.__name__, values["scale"], *given)
-        return _composed(tensors, _Call(options, rule, values["keep_output"]))
-
-    twin.__doc__ = f"Twin of :func:`fused_op.{op.__name__}`."
-    return twin
-
-
-reference.fused_rms_norm_quantized = _twin(fused_rms_norm_quantized)
-reference.fused_layer_norm_quantized = _twin(fused_layer_norm_quantized)
-reference.fused_add_rms_norm_quantized = _twin(fused_add_rms_norm_quantized)
-reference.fused_add_layer_norm_quantized = _twin(fused_add_layer_norm_quantized)
+    return run(fused_add_layer_norm_quantized, tensors, options, given, keep_output)

@@ -1,68 +1,37 @@
 """Each op in plain PyTorch operations: the truth that tests, benchmarks and docs compare with.
 
-The arithmetic is float32 (float64 for float64 inputs), and a result is rounded once. Called with
-float64 copies of its inputs, a function gives the truth for every other dtype. The exception is
-``rounding="before_weight"``, because float64 has nothing to round. Everything can be differentiated
-any number of times, in any mode. PyTorch's own ``layer_norm`` is not used, because its third
-derivatives are wrong.
+Called with float64 copies of its inputs, a function gives the truth for every other dtype. The
+exception is ``rounding="before_weight"``, because float64 has nothing to round. The formula of the
+norms is in ``_norm_formula.py``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._contexts import unrecorded
-from ._options import (
-    Activation,
-    BackwardOptions,
-    BackwardTensors,
-    Gradients,
-    Norm,
-    Rounding,
-    Shape,
-    Wanted,
-    compute_dtype,
-    default_ndim,
-    machine_eps,
-    rounds_first,
-)
-from ._philox import dropout_state, keep_mask, keep_scale
-
-
-class Affine(NamedTuple):
-    """What becomes of normalised values: they are rounded, multiplied and added to."""
-
-    factor: Tensor | None
-    offset: Tensor | None
-    round_to: torch.dtype | None
-
-
-# norm, x, how many dimensions are normalised, eps, and what follows
-Normalize = Callable[[Norm, Tensor, int, float, Affine], Tensor]
-
-
-class QuantizedNorm(NamedTuple):
-    """What a norm with a quantised output returns; what was not asked for is None."""
-
-    quantized: Tensor
-    scale: Tensor
-    output: Tensor | None
-    sum: Tensor | None
-
-
-# quantized.py has them.
-fused_rms_norm_quantized: Callable[..., QuantizedNorm]
-fused_layer_norm_quantized: Callable[..., QuantizedNorm]
-fused_add_rms_norm_quantized: Callable[..., QuantizedNorm]
-fused_add_layer_norm_quantized: Callable[..., QuantizedNorm]
-# _rope_formula.py has them.
-fused_rms_norm_rope: Callable[..., Tensor]
-fused_qk_norm_rope: Callable[..., tuple[Tensor, Tensor, Tensor]]
+from . import quantized  # `import X as X` below: callers find X here, too
+from ._modulated_formula import beside as beside
+from ._modulated_formula import gated_sum as gated_sum
+from ._modulated_formula import modulated as modulated
+from ._norm_formula import Affine as Affine
+from ._norm_formula import Normalize as Normalize
+from ._norm_formula import apply_affine as apply_affine
+from ._norm_formula import cast, normalized_rows, weight_factor
+from ._norm_formula import check_shapes as check_shapes
+from ._norm_formula import compute as compute
+from ._norm_formula import contiguous as contiguous
+from ._norm_formula import normalize as normalize
+from ._norm_formula import normalize_backward as normalize_backward
+from ._norm_formula import rounded as rounded
+from ._options import Activation, Rounding, Shape, compute_dtype, machine_eps, rounds_first
+from ._philox import dropout_state
+from ._quantize import QuantizedNorm as QuantizedNorm
+from ._quantized_routes import quantized_twin
+from ._rope_formula import fused_qk_norm_rope as fused_qk_norm_rope
+from ._rope_formula import fused_rms_norm_rope as fused_rms_norm_rope
 
 
 def fused_layer_norm(
@@ -219,8 +188,8 @@ def rms_norm(
 
 def fused_l2_norm(input: Tensor, eps: float = 1e-6) -> Tensor:
     """Twin of :func:`fused_op.fused_l2_norm`."""
-    normalized, _ = _normalized("l2_norm", _cast(input, compute_dtype(input)), 1, eps)
-    return contiguous(_cast(normalized, input.dtype))
+    normalized, _ = normalized_rows("l2_norm", cast(input, compute_dtype(input)), 1, eps)
+    return contiguous(cast(normalized, input.dtype))
 
 
 def fused_gated_rms_norm(
@@ -237,25 +206,25 @@ def fused_gated_rms_norm(
 ) -> Tensor:
     """Twin of :func:`fused_op.fused_gated_rms_norm`."""
     compute = compute_dtype(input)
-    x, gate = _cast(input, compute), _cast(gate, compute)
+    x, gate = cast(input, compute), cast(gate, compute)
     factor = torch.sigmoid(gate) if activation == "sigmoid" else gate * torch.sigmoid(gate)
     if gate_first:
         x = x * factor
     cols = x.shape[-1]
     size = cols if group_size is None else group_size
     grouped = x if size == cols else x.reshape(*x.shape[:-1], cols // size, size)
-    x, _ = _normalized("rms_norm", grouped, 1, machine_eps(input) if eps is None else eps)
+    x, _ = normalized_rows("rms_norm", grouped, 1, machine_eps(input) if eps is None else eps)
     x = x if size == cols else x.flatten(-2)
     if rounds_first(rounding, input.dtype):
         x = rounded(x, input.dtype)
     if weight is not None:
-        x = x * _factor(weight, compute, zero_centered)
+        x = x * weight_factor(weight, compute, zero_centered)
         if rounds_first(rounding, input.dtype) and weight.dtype == input.dtype:
-            # Where 1 is added, the factor has 32 bits, and so has the product.
+            # With 1 added, the factor has 32 bits, and so does the product.
             x = x if zero_centered else rounded(x, input.dtype)
     if not gate_first:
         x = x * factor
-    return contiguous(_cast(x, input.dtype))
+    return contiguous(cast(x, input.dtype))
 
 
 def fused_modulated_layer_norm(
@@ -310,47 +279,6 @@ def fused_gated_add_rms_norm(
     return modulated("rms_norm", sum, scale, shift, weight, None, eps), sum
 
 
-def modulated(
-    norm: Norm,
-    input: Tensor,
-    scale: Tensor,
-    shift: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-) -> Tensor:
-    """The formula of the modulated norms."""
-    compute = compute_dtype(input)
-    affine = Affine(
-        None if weight is None else _cast(weight, compute),
-        None if bias is None else _cast(bias, compute),
-        None,
-    )
-    x = normalize(
-        norm, _cast(input, compute), 1, machine_eps(input) if eps is None else eps, affine
-    )
-    x = x * (_cast(beside(scale, input), compute) + 1.0)
-    if shift is not None:
-        x = x + _cast(beside(shift, input), compute)
-    return contiguous(_cast(x, input.dtype))
-
-
-def gated_sum(input: Tensor, residual: Tensor, gate: Tensor) -> Tensor:
-    """``residual + gate * input``, rounded once."""
-    compute = compute_dtype(input)
-    branch = _cast(beside(gate, input), compute) * _cast(input, compute)
-    return contiguous(_cast(_cast(residual, compute) + branch, residual.dtype))
-
-
-def beside(entries: Tensor, input: Tensor) -> Tensor:
-    """Rows that rows of input share, in a shape that broadcasts: their first dimensions are its."""
-    leading = entries.dim() - 1
-    if leading in (0, input.dim() - 1):
-        return entries
-    ones = [1] * (input.dim() - entries.dim())
-    return entries.reshape(*entries.shape[:-1], *ones, entries.shape[-1])
-
-
 def fused_rms_norm_add(
     input: Tensor,
     residual: Tensor,
@@ -390,224 +318,7 @@ def fused_post_add_pre_rms_norm(
     )
 
 
-def normalize(norm: Norm, x: Tensor, ndim: int, eps: float, affine: Affine) -> Tensor:
-    """The formula of a norm, in the dtype of x."""
-    normalized, _ = _normalized(norm, x, ndim, eps)
-    return apply_affine(affine, normalized)
-
-
-def apply_affine(affine: Affine, x: Tensor) -> Tensor:
-    """``rounded(x) * factor + offset``."""
-    factor, offset, round_to = affine
-    x = rounded(x, round_to)
-    output = x if factor is None else x * factor
-    return output if offset is None else output + offset
-
-
-def rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The numbers of ``x.to(dtype)``, if there is one, in the dtype of x.
-
-    To derivatives it is x, which ``to`` alone would not be: it rounds gradients, too.
-    """
-    return x if dtype is None else x + (x.to(dtype).to(x.dtype) - x).detach()
-
-
-def compute(
-    norm: Norm,
-    input: Tensor,
-    *,
-    residual: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    rng_state: Tensor | None = None,
-    eps: float | None = None,
-    normalized_shape: Shape | None = None,
-    zero_centered: bool = False,
-    rounding: Rounding = "once",
-    dropout_p: float = 0.0,
-    output_dtype: torch.dtype | None = None,
-    sum_dtype: torch.dtype | None = None,
-    normalize: Normalize = normalize,
-) -> tuple[Tensor, Tensor | None]:
-    """The formula of all the ops: (output, sum), the sum being None without a residual.
-
-    The arguments are those of ``norm_forward`` in ``csrc/fused_op.h``, and what normalises.
-    """
-    shape = unrecorded(check_shapes, input, residual, weight, bias, normalized_shape)
-    compute = compute_dtype(input)
-    if eps is None:
-        eps = machine_eps(input)
-    x, sum = input, None
-    if residual is not None:
-        addend = _cast(input, compute)
-        if dropout_p > 0:
-            addend = _drop(addend, rng_state, dropout_p, len(shape))
-        x = sum = _cast(addend + residual.to(compute), sum_dtype or residual.dtype)
-    factor = None if weight is None else _factor(weight, compute, zero_centered)
-    offset = None if bias is None else _cast(bias, compute)
-    round_to = input.dtype if rounds_first(rounding, input.dtype) else None
-    affine = Affine(factor, offset, round_to)
-    output = normalize(norm, _cast(x, compute), len(shape), eps, affine)
-    if residual is None and dropout_p > 0:
-        output = _drop(output, rng_state, dropout_p, len(shape))
-    return _cast(output, output_dtype or input.dtype), sum
-
-
-def normalize_backward(
-    tensors: BackwardTensors, options: BackwardOptions, wanted: Wanted
-) -> Gradients:
-    """Gradients of ``compute`` for input, residual, weight and bias, as functions of all theirs.
-
-    The arguments are those of ``norm_backward`` in ``csrc/fused_op.h``, but eps takes the place of
-    the statistics: mean and rstd are computed from x again, since saved ones would be constants to
-    the next derivative. x is never the output.
-    """
-    grad_output, grad_sum, x, weight, _, _, rng_state = tensors
-    norm, normalized_ndim, eps, zero_centered, rounding, dropout_p, *_ = options
-    input_dtype, residual_dtype = options.input_dtype, options.residual_dtype
-    eps = machine_eps(x) if eps is None else eps
-    compute = compute_dtype(x)
-    normalized, rstd = _normalized(norm, _cast(x, compute), normalized_ndim, eps)
-    grad = _cast(grad_output, compute)
-    if dropout_p > 0 and residual_dtype is None:
-        grad = _drop(grad, rng_state, dropout_p, normalized_ndim)
-    grad_input = grad_residual = grad_weight = grad_bias = None
-    if wanted[0] or wanted[1]:
-        dims = _last_dims(normalized_ndim)
-        scaled = grad if weight is None else grad * _factor(weight, compute, zero_centered)
-        # The pullback of the normalisation removes what it is blind to: a change of scale and,
-        # for layer norm, of offset.
-        projected = scaled - normalized * (scaled * normalized).mean(dims, keepdim=True)
-        if norm == "layer_norm":
-            projected = projected - scaled.mean(dims, keepdim=True)
-        grad_x = projected * rstd
-        if grad_sum is not None:
-            grad_x = grad_x + grad_sum.to(compute)
-        grad_residual = _cast(grad_x, residual_dtype or input_dtype)
-        if dropout_p > 0 and residual_dtype is not None:
-            grad_x = _drop(grad_x, rng_state, dropout_p, normalized_ndim)
-        grad_input = _cast(grad_x, input_dtype)
-    if wanted[2]:
-        if rounds_first(rounding, input_dtype):
-            normalized = rounded(normalized, input_dtype)
-        grad_weight = _cast(_sum_rows(grad * normalized, normalized_ndim), options.param_dtype)
-    if wanted[3]:
-        grad_bias = _cast(_sum_rows(grad, normalized_ndim), options.param_dtype)
-    return grad_input, grad_residual, grad_weight, grad_bias
-
-
-def _drop(x: Tensor, rng_state: Tensor | None, p: float, normalized_ndim: int) -> Tensor:
-    """X with dropped elements at zero and the others scaled, so that the mean stays."""
-    assert rng_state is not None
-    cols = math.prod(x.shape[x.dim() - normalized_ndim :])
-    rows = math.prod(x.shape[: x.dim() - normalized_ndim])
-    kept = keep_mask(rng_state, rows, cols, p, x.device).reshape(x.shape)
-    # The result of where has the memory format of its first argument.
-    kept = torch.zeros_like(x, dtype=torch.bool) | kept
-    return torch.where(kept, x * keep_scale(p), 0)
-
-
-def check_shapes(
-    input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    normalized_shape: Shape | None,
-    prefix: str = "",  # of an error's sentence
-) -> tuple[int, ...]:
-    """The normalised shape. Nothing is broadcast."""
-    if residual is not None and input.shape != residual.shape:
-        raise RuntimeError(
-            f"{prefix}residual must have the shape of input, {list(input.shape)}, "
-            f"got {list(residual.shape)}"
-        )
-    if normalized_shape is None:
-        normalized_shape = input.shape[max(input.dim() - default_ndim(weight, bias), 0) :]
-    elif isinstance(normalized_shape, int):
-        normalized_shape = (normalized_shape,)
-    shape = tuple(normalized_shape)
-    if not shape or input.shape[-len(shape) :] != shape:
-        raise RuntimeError(
-            f"{prefix}Given normalized_shape={shape}, got input of size {tuple(input.shape)}"
-        )
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and parameter.shape != shape:
-            raise RuntimeError(
-                f"{prefix}Expected {name} to be of same shape as normalized_shape, but got {name} "
-                f"of shape {list(parameter.shape)} and normalized_shape = {list(shape)}"
-            )
-    return shape
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x.to(dtype)``, but never the same tensor again as the result of an operation.
-
-    Dynamo of PyTorch 2.11 gives an autograd.Function that returns such a result zero gradients.
-    """
-    return x if x.dtype == dtype else x.to(dtype)
-
-
-def contiguous(x: Tensor) -> Tensor:
-    """``x.contiguous()``, but never the same tensor again, as ``_cast``."""
-    return x if x.is_contiguous() else x.contiguous()
-
-
-def _normalized(
-    norm: Norm | Literal["l2_norm"], x: Tensor, normalized_ndim: int, eps: float
-) -> tuple[Tensor, Tensor]:
-    """(normalized x, rstd), before weight and bias."""
-    dims = _last_dims(normalized_ndim)
-    low, high = _bounds(x.detach(), dims)
-    largest = torch.maximum(high, -low)
-    spread = high - low if norm == "layer_norm" else largest
-    scale = _power_of_two(spread, largest.clamp(min=math.sqrt(max(eps, 0))))
-    x = x * scale
-    if norm == "layer_norm":
-        # In two steps, because one rounding of the mean shows where it is far from zero. The first
-        # takes off a constant, as far as derivatives are concerned: the second is the formula.
-        mean = x.detach().mean(dims, keepdim=True)
-        x = x - mean.clamp(low * scale, high * scale)
-        x = x - x.mean(dims, keepdim=True)
-    squares = x.square()
-    total = squares.sum(dims, keepdim=True) if norm == "l2_norm" else squares.mean(dims, True)
-    rstd = (total + eps * scale * scale).rsqrt()
-    return x * rstd, rstd * scale
-
-
-def _bounds(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest element of each row; zeros where it has none."""
-    if unrecorded(lambda: 0 in x.shape[dims[0] :]):
-        zeros = x.sum(dims, keepdim=True)
-        return zeros, zeros
-    return x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
-
-
-def _power_of_two(spread: Tensor, largest: Tensor) -> Tensor:
-    """What each row is multiplied by, so that its squares neither overflow nor vanish.
-
-    It is 1 for moderate numbers, and brings others near to 1, because derivatives take rstd to
-    higher powers. Nothing is rounded by it.
-    """
-    scale = torch.ones_like(spread)
-    quarter = math.frexp(torch.finfo(spread.dtype).max)[1] // 4
-    for exponent in (quarter, 2 * quarter, 3 * quarter):
-        to_one = 2.0 ** (exponent + quarter // 2)
-        scale = torch.where(spread > 2.0**exponent, 1 / to_one, scale)
-        scale = torch.where(largest < 2.0**-exponent, to_one, scale)
-    return scale
-
-
-def _factor(weight: Tensor, compute: torch.dtype, zero_centered: bool) -> Tensor:
-    """What the normalised values are multiplied by."""
-    factor = _cast(weight, compute)
-    # Not the integer 1, which the exporter of ONNX in PyTorch 2.11 cannot promote.
-    return factor + 1.0 if zero_centered else factor
-
-
-def _last_dims(count: int) -> list[int]:
-    return list(range(-count, 0))
-
-
-def _sum_rows(x: Tensor, normalized_ndim: int) -> Tensor:
-    # sum([]) would sum over everything
-    return x.sum(list(range(x.dim() - normalized_ndim))) if x.dim() > normalized_ndim else x
+fused_rms_norm_quantized = quantized_twin(quantized.fused_rms_norm_quantized)
+fused_layer_norm_quantized = quantized_twin(quantized.fused_layer_norm_quantized)
+fused_add_rms_norm_quantized = quantized_twin(quantized.fused_add_rms_norm_quantized)
+fused_add_layer_norm_quantized = quantized_twin(quantized.fused_add_layer_norm_quantized)

@@ -1,5 +1,5 @@
-// Packs of any element type to and from the precision of the arithmetic. On the GPU, 16-bit
-// elements convert in pairs: one at a time takes twice the instructions. Torch-free.
+// Conversion of packs between any element type and the precision of the arithmetic. On the GPU,
+// 16-bit elements convert in pairs; one at a time takes twice the instructions. Torch-free.
 #pragma once
 
 #include "core/pack.h"
@@ -65,7 +65,7 @@ __device__ __forceinline__ std::uint32_t rounded_pair(BFloat16, float low, float
 #endif
 }
 
-// The one rounding.
+// This rounds, once.
 template <typename T, typename A, int N>
 __device__ __forceinline__ Pack<T, N> rounded(const A (&values)[N]) {
   Pack<T, N> pack;

@@ -1,10 +1,11 @@
-// Which elements dropout keeps, as a function of (seed, offset, row, column) alone: the same mask
-// in forward and backward, on CPU and GPU and in every tiling, and never stored. Torch-free.
+// Which elements dropout keeps, as a function of (seed, offset, row, column) alone. Forward and
+// backward have the same mask, on CPU and GPU and in every tiling, and it is never stored.
+// Torch-free.
 //
 // Source: Philox4x32-10 of Salmon, Moraes, Dror & Shaw 2011, "Parallel random numbers: as easy as
-// 1, 2, 3". Its 128 bits decide on eight neighbouring columns, by 16 bits each: p is rounded to a
-// multiple of 2^-16, and to 1 only if it is 1. (32 bits each take two calls for a vector of eight
-// columns: about 180 instructions on sm_90.)
+// 1, 2, 3". Its 128 bits decide on eight neighbouring columns, 16 bits each. p is therefore rounded
+// to a multiple of 2^-16, and to 1 only if it is 1. (With 32 bits each, a vector of eight columns
+// would take two calls: about 180 instructions on sm_90.)
 #pragma once
 
 #include <cstdint>
@@ -13,18 +14,18 @@
 
 namespace fused_op {
 
-// Plain values, made by the op layer of p and the state.
+// Plain values, which the op layer computes from p and the state.
 struct Dropout {
   bool active = false;
-  std::uint32_t threshold = 0;  // an element whose 16 bits are below is dropped: 2^16·p, rounded
-  float scale = 1;              // of what is kept: 1 / (1 - p) of that rounded p
+  std::uint32_t threshold = 0;  // 2^16·p, rounded: elements whose 16 bits are below are dropped
+  float scale = 1;              // of the elements kept: 1 / (1 - p), of the rounded p
   double wide_scale = 1;        // the same, for double
   std::uint64_t seed = 0;
   std::uint64_t offset = 0;
   const std::int64_t* state = nullptr;  // seed and offset in device memory; null: as above
 };
 
-// Seed and offset, read once by a thread.
+// Seed and offset; each thread reads them once.
 struct DropoutState {
   std::uint64_t seed;
   std::uint64_t offset;
@@ -68,7 +69,7 @@ struct Philox {
   }
 };
 
-constexpr int kMaskCols = 8;  // of one call of Philox
+constexpr int kMaskCols = 8;  // decided by one call of Philox
 
 // The mask of one row.
 struct DropoutRow {
@@ -76,14 +77,14 @@ struct DropoutRow {
   std::uint64_t offset;
   std::uint32_t row;
 
-  // A row's number has 64 bits: the upper ones are folded into the key.
+  // A row number has 64 bits; the upper half is folded into the key.
   FUSED_OP_HD DropoutRow(const DropoutState& state, std::int64_t row_number)
       : key(state.seed ^ (static_cast<std::uint64_t>(row_number) >> 32 << 32)),
         offset(state.offset),
         row(static_cast<std::uint32_t>(row_number)) {}
 
-  // Multiplies what is kept of columns `col` to col + N by the scale, and puts zero (also for inf
-  // and NaN) where it is not. N is 8, 4, 2 or 1, and col a multiple of it.
+  // For columns `col` to col + N: multiplies the kept elements by the scale and sets the others to
+  // zero, even where they are inf or NaN. N is 8, 4, 2 or 1, and `col` is a multiple of it.
   template <int N, typename A, typename Col>
   FUSED_OP_HD void apply(const Dropout& dropout, Col col, A (&values)[N]) const {
     static_assert(N == 8 || N == 4 || N == 2 || N == 1);
@@ -112,8 +113,8 @@ struct DropoutRow {
   }
 };
 
-// The masks of a lane's packs, `step` columns apart from `col` on. They are drawn in twos, which
-// share the ten keys.
+// The masks of a lane's packs, which begin at `col` and are `step` columns apart. They are drawn in
+// twos, which share the ten keys.
 struct DropoutPacks {
   DropoutRow row;
   int col;
@@ -123,15 +124,16 @@ struct DropoutPacks {
   FUSED_OP_HD DropoutPacks(const Dropout& dropout, std::int64_t row_number, int first, int apart)
       : row(DropoutState(dropout), row_number), col(first), step(apart) {}
 
-  // Pack i; called for 0, 1, 2 and so on. Multiplies what is kept by the scale, and puts zero (also
-  // for inf and NaN) where it is not. N is 8, 4, 2 or 1, and divides `col` and `step`.
+  // Applies the mask to pack i; called for 0, 1, 2 and so on. Multiplies the kept elements by the
+  // scale and sets the others to zero, even where they are inf or NaN. N is 8, 4, 2 or 1, and
+  // divides `col` and `step`.
   template <int N, typename A>
   FUSED_OP_HD void apply(const Dropout& dropout, int i, A (&values)[N]) {
     if (i % 2 == 0) {
       draw(i);
     }
     std::uint32_t (&words)[4] = random[i % 2];
-    const int within = (col + i * step) & (kMaskCols - 1);  // also past 2^31, where `col` wraps
+    const int within = (col + i * step) & (kMaskCols - 1);  // also when `col` wraps at 2^31
     if (N < 8 && within >= 4) {
       words[0] = words[2];
       words[1] = words[3];

@@ -1,26 +1,27 @@
-// Epilogues: what becomes of the normalised value x̂, and what of the gradient on its way back. An
-// epilogue is one struct; the element types of its streams are template arguments. Torch-free.
+// Epilogues: what happens to the normalised value x̂, and to the gradient on its way back. An
+// epilogue is one struct; its template arguments are the element types of its streams. Torch-free.
 //
-//   Args               what the kernel takes: NormForwardArgs, or a struct that derives from them
-//   first_parameter()  where the parameters of a row begin, where rows have different ones
+//   Args               what the kernel takes: NormForwardArgs, or a struct derived from it
+//   first_parameter()  the first parameter of a row, if rows have different ones
 //   load()             the parameters of one pack
-//   Beside             the packs of a lane that it takes beside x̂, where it reads rows of its own
-//   load_beside()      starts their loads, with those of the row
-//   apply()            x̂ to y, in place: of a lane's packs 0, 1, 2 and so on
-//   normalizer         a member of those alone that normalise other elements of the row, too
+//   Beside             the packs of a lane that are read beside x̂, from rows of the epilogue's own
+//   load_beside()      starts the loads of Beside, together with those of the row
+//   apply()            x̂ to y, in place; called for packs 0, 1, 2 and so on of a lane
+//   normalizer         a member that only epilogues have which also normalise other elements
+//                      of the row
 //
-// Backward is the way back, of one row like the epilogue itself.
+// Its struct Backward is the way back. Like the epilogue, it is made for one row.
 //
-//   Args           NormBackwardArgs, or a struct that derives from them
-//   kGrouped       whether rows have different parameters: row r has those of group r % groups,
-//                  or, with kEntries, of an entry that neighbours share (core/modulated.h); then
-//                  load_entry() takes the row, too
-//   kReadsBeside   whether it reads rows of its own; then beside() are those, of BesideRow, and
+//   Args           NormBackwardArgs, or a struct derived from it
+//   kGrouped       whether rows have different parameters: row r has those of group r % groups.
+//                  With kEntries, neighbouring rows share an entry instead (core/modulated.h), and
+//                  load_entry() also takes the row
+//   kReadsBeside   whether it reads rows of its own: beside() returns them, as BesideRow, and
 //                  store_beside() stores their gradients
 //   load()         what it needs of the parameters of one pack
-//   pullback()     x̂ and dy to the gradient of x̂; adds to `sums` what the parameters' gradients
-//                  gain, and turns a pack of the rows beside into their gradient
-//   recover()      y to x̂, in place, where kFromOutput: backward then reads y and not x
+//   pullback()     x̂ and dy to the gradient of x̂. Adds to `sums` what this pack contributes to
+//                  the parameter gradients, and replaces a pack of the rows beside by its gradient
+//   recover()      y to x̂, in place, with kFromOutput: backward then reads y instead of x
 #pragma once
 
 #include <type_traits>
@@ -32,14 +33,14 @@
 
 namespace fused_op {
 
-// The gradients of the parameters at N columns, summed over rows.
+// The parameter gradients at N columns, summed over rows.
 template <int N, typename A>
 struct ParameterSums {
   A weight[N];
   A bias[N];
 };
 
-// Tells an epilogue that has to know how its row is normalised.
+// Tells the normalizer of a row to an epilogue that has to know it.
 template <typename Epilogue, typename A>
 FUSED_OP_HD void tell(Epilogue& epilogue, const Normalizer<A>& normalizer) {
   if constexpr (requires { epilogue.normalizer; }) {
@@ -47,8 +48,8 @@ FUSED_OP_HD void tell(Epilogue& epilogue, const Normalizer<A>& normalizer) {
   }
 }
 
-// y = dropout(x̂ · weight + bias); RMSNorm has no bias. An absent weight is 1, an absent bias 0.
-// With kRecovers, backward takes x̂ from y.
+// y = dropout(x̂ · weight + bias). RMSNorm has no bias. An absent weight is 1, an absent bias 0.
+// With kRecovers, backward recovers x̂ from y.
 template <typename W, typename Y, bool kDropout = false, bool kRecovers = false>
 struct Affine {
   using Args = NormForwardArgs;
@@ -77,7 +78,7 @@ struct Affine {
   FUSED_OP_HD static void load_beside(const NormForwardArgs&, std::int64_t, const Lane&,
                                       Beside<N, kVectors>&) {}
 
-  // Columns `col` to col + N of the parameters, of which `valid`, N at most, are in the row.
+  // The parameters of columns `col` to col + N, of which the first `valid` are in the row.
   template <typename Norm, typename Access, int N, typename Col>
   FUSED_OP_HD static Parameters<N> load(const NormForwardArgs& args, Col col, int valid) {
     Parameters<N> parameters;
@@ -112,7 +113,7 @@ struct Affine {
     static constexpr bool kGrouped = false;
     static constexpr bool kEntries = false;
     static constexpr bool kReadsBeside = false;
-    using Parameter = W;  // the dtype of the parameters' gradients
+    using Parameter = W;  // the dtype of the parameter gradients
 
     template <int N>
     struct Weight {
@@ -145,7 +146,7 @@ struct Affine {
       return parameters;
     }
 
-    // `dy` may change: it is the caller's own.
+    // `dy` is the caller's own copy and may change.
     template <typename Norm, int N, typename A, typename Col>
     FUSED_OP_HD void pullback(const Parameters<N>& parameters, Col col, const A (&xhat)[N],
                               A (&dy)[N], A (&grad_xhat)[N], ParameterSums<N, A>& sums) const {
@@ -177,8 +178,8 @@ struct Affine {
   };
 };
 
-// An epilogue of x̂ as T has it: what reads `xhat.to(dtype) * weight` in a model. Whoever calls
-// pullback() keeps the exact x̂, of which dx is made.
+// An epilogue whose x̂ is rounded to T first, as in a model's `xhat.to(dtype) * weight`. The caller
+// of pullback() keeps the exact x̂, from which dx is computed.
 template <typename Epilogue, typename T>
 struct RoundsFirst : Epilogue {
   using Epilogue::Epilogue;

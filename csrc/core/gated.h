@@ -1,14 +1,14 @@
 // The gated RMS norm, norm(x)·weight·φ(z) or norm(x·φ(z))·weight: its arguments and formulas for
 // both backends, and the structs of its kernels. φ is silu or sigmoid. Torch-free.
 //
-// Norm first, the gate is an epilogue around Affine. Gate first, it is a source: x·φ(z) is not
-// rounded, so that its rows are accumulators, and backward makes them of x and z again.
+// With the norm first, the gate is an epilogue around Affine. With the gate first, it is a source.
+// x·φ(z) is not rounded: its rows are accumulators, and backward computes them from x and z again.
 //
-// A row of a kernel is a group of columns of a row of the tensors, which has a mean square and
-// parameters of its own; most have one group. With n = x̂·weight:
+// A kernel's row is one group of columns of a tensor's row. Each group has its own mean square and
+// its own parameters; most calls have one group. With n = x̂·weight:
 //
 //   norm first:  dz = dy·n·φ'(z), and dy·φ(z) goes back through the norm
-//   gate first:  dx = dv·φ(z), dz = dv·x·φ'(z), dv being the gradient of v = x·φ(z)
+//   gate first:  dx = dv·φ(z), dz = dv·x·φ'(z), where dv is the gradient of v = x·φ(z)
 #pragma once
 
 #include <cmath>
@@ -22,21 +22,21 @@ namespace fused_op {
 
 struct Gate {
   ConstRows rows;
-  bool sigmoid = false;  // φ; else silu
-  bool first = false;    // before the norm
-  int groups = 1;        // of a row of the tensors
-  RowSplit group;        // of a row, as first_parameter() takes it
+  bool sigmoid = false;  // φ is sigmoid; else silu
+  bool first = false;    // the gate comes before the norm
+  int groups = 1;        // in a row of the tensors
+  RowSplit group;        // of a row of the kernel, for first_parameter()
 };
 
-// `rows`, `cols` and statistics are those of groups. `dtype` is that of the input; gate first,
-// the rows that are normalised are accumulators.
+// `rows`, `cols` and the statistics count groups. `dtype` is that of the input. With the gate
+// first, the rows that are normalised are accumulators.
 struct GatedForwardArgs : NormForwardArgs {
   Gate gate;
 };
 struct GatedBackwardArgs : NormBackwardArgs {
   Gate gate;
   Rows grad_gate;  // null: not wanted
-  int groups = 1;  // as in gate
+  int groups = 1;  // the same as gate.groups
 };
 
 // φ(z) and φ'(z).
@@ -46,7 +46,7 @@ struct Activation {
   A slope;
 };
 
-// From σ(z) and σ(-z).
+// Computed from σ(z) and σ(-z).
 template <bool kSigmoid, typename A>
 FUSED_OP_HD Activation<A> activation(A z, A sigma, A rest) {
   if (kSigmoid) {
@@ -57,13 +57,13 @@ FUSED_OP_HD Activation<A> activation(A z, A sigma, A rest) {
 template <bool kSigmoid, typename A>
 FUSED_OP_HD Activation<A> activation(A z) {
   const A e = exp(z < A(0) ? z : -z);
-  const A larger = inverse(A(1) + e);  // of σ(z) and σ(-z): neither overflows
+  const A larger = inverse(A(1) + e);  // the larger of σ(z) and σ(-z); neither overflows
   const A smaller = e * larger;
   const bool negative = z < A(0);
   return activation<kSigmoid>(z, negative ? smaller : larger, negative ? larger : smaller);
 }
 
-// Affine where a row is one of several groups.
+// Affine for a row that is one of several groups.
 template <typename W, typename Y, bool kGroups>
 struct GroupAffine : Affine<W, Y> {
   using Args = GatedForwardArgs;
@@ -84,8 +84,8 @@ struct GroupAffine : Affine<W, Y> {
   };
 };
 
-// y = n · φ(z), n = x̂ · weight. With kRounds, x̂ is rounded to T first, and n is if the weight has
-// 16 bits as well: that is what `weight * normalized.to(dtype)` gives, before a gate in float32.
+// y = n · φ(z), n = x̂ · weight. With kRounds, x̂ is rounded to T first, and so is n if the weight
+// has 16 bits: the result of `weight * normalized.to(dtype)` before a gate in float32.
 template <typename W, typename T, typename Z, bool kSigmoid, bool kRounds, bool kGroups,
           bool kSplit>
 struct GatedAffine : GroupAffine<W, T, kGroups> {
@@ -97,7 +97,7 @@ struct GatedAffine : GroupAffine<W, T, kGroups> {
     Pack<Z, N> gate[kVectors];
   };
 
-  // n, of x̂.
+  // Computes n from x̂.
   template <int N, typename Parameters, typename A>
   FUSED_OP_HD static void scale(const Parameters& parameters, const A (&xhat)[N], A (&n)[N]) {
     A met[N];
@@ -175,7 +175,7 @@ struct GatedAffine : GroupAffine<W, T, kGroups> {
   };
 };
 
-// The row is x · φ(z), as accumulators.
+// The row is x · φ(z), in accumulators.
 template <typename X, typename Z, bool kSigmoid, bool kSplit>
 struct GatedInput {
   using Row = Accumulator<X>;

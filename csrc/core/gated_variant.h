@@ -8,7 +8,7 @@
 
 namespace fused_op {
 
-// The structs of core/gated.h that take a call.
+// The structs of core/gated.h that take the call.
 struct GatedVariant : Variant {
   DType input;
   DType parameters;

@@ -4,7 +4,7 @@
 
 namespace fused_op {
 
-// No kernel can be had for a call. PyTorch's operations can take it.
+// No kernel is available for a call. PyTorch operations can take it.
 struct KernelError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -1,8 +1,9 @@
 // The structs of the kernels of core/modulated.h: a source and two epilogues. Torch-free.
 //
-// Forward reads the entries beside the row. So does backward where each row has an entry, whose
-// gradients are rows, too. Where rows share entries, a CTA of backward takes rows of one entry: its
-// weight' is the parameter, and the sums over its rows leave as those of a norm's parameters do.
+// Forward reads the entries beside the row. So does backward if each row has an entry of its own,
+// whose gradients are then rows, too. If rows share entries, a CTA of backward takes rows of one
+// entry. The entry's weight' is the kernel's parameter, and the sums over its rows are stored like
+// the parameter gradients of a norm.
 #pragma once
 
 #include <type_traits>
@@ -13,8 +14,8 @@
 
 namespace fused_op {
 
-// The row is residual + gate · input, rounded to X and stored: it is the residual of what comes
-// next. Statistics are those of the stored sum, as in AddResidual.
+// The row is residual + gate · input, rounded to X and stored as the next residual. The statistics
+// are those of the stored sum, as in AddResidual.
 template <typename X, typename G>
 struct GatedResidual {
   using Row = X;
@@ -111,7 +112,7 @@ struct Modulated : Affine<W, Y> {
     }
   }
 
-  // Of rows with an entry each: dscale = dy · n is a row beside. (dshift is dy.)
+  // For rows with an entry each: dscale = dy · n is stored as a row beside. (dshift is dy.)
   struct Backward : Inner::Backward {
     using InnerBackward = typename Inner::Backward;
     using Args = ModulatedBackwardArgs;
@@ -164,7 +165,7 @@ struct Modulated : Affine<W, Y> {
       const typename InnerBackward::template Parameters<N> inner{parameters.weight};
       InnerBackward::template pullback<Norm>(inner, col, xhat, modulated, grad_xhat, sums);
       for (int j = 0; j < N; ++j) {
-        grad_xhat[j] = dy[j] * (weight[j] * factor[j]);  // the bits of rows that share an entry
+        grad_xhat[j] = dy[j] * (weight[j] * factor[j]);  // the bits of shared entries
       }
     }
     template <typename Access, typename Lane, int N, int kCount>
@@ -178,9 +179,9 @@ struct Modulated : Affine<W, Y> {
   };
 };
 
-// Backward of rows that share entries: the sums are W and B of each. Without a weight the parameter
-// is scale itself (P is Z, and W and B are its gradient and that of shift), else it is weight', in
-// accumulators. kGate: not 1 + scale but the entry itself is the factor.
+// Backward of rows that share entries. The sums are W and B of each entry. Without a weight, the
+// parameter is scale itself: P is Z, W is the gradient of scale and B that of shift. With one, it
+// is weight', in accumulators. kGate: the factor is the entry itself, not 1 + scale.
 template <typename P, typename Y, typename Z, bool kWeight, bool kGate>
 struct ModulatedEntries {
   using Output = Y;
@@ -198,7 +199,7 @@ struct ModulatedEntries {
     template <typename Norm, typename Access, int N, typename Col>
     FUSED_OP_HD static Parameters<N> load_entry(const ModulatedBackwardArgs& args, std::int64_t row,
                                                 Col col, int valid) {
-      const std::int64_t last = args.rows - 1;  // rows past it have lanes, too
+      const std::int64_t last = args.rows - 1;  // lanes exist for rows past it, too
       const Z* const entry = first_of<Z, true>(args.modulation.scale, row < last ? row : last);
       const Pack<Z, N> scale = Access::template parameter<Z, N>(entry, col, valid, 0);
       if constexpr (!kWeight) {

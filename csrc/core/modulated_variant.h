@@ -9,11 +9,11 @@
 namespace fused_op {
 
 struct ModulatedVariant : Variant {
-  // How the gradients of entries leave: see core/modulate.h.
+  // How the gradients of entries are computed: see core/modulate.h.
   enum class Way { kForward, kOwnEntries, kSharedEntries };
 
   Way way;
-  DType parameters;  // of the kernel's
+  DType parameters;  // of the kernel's parameters
   DType entry;
   DType gate;
   bool has_shift;

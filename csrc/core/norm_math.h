@@ -24,9 +24,9 @@
 
 namespace fused_op {
 
-// Rows whose squares overflow (|x| above 1e19 in float) are taken times a power of two. Rows with
-// a smaller rstd than kTinyRstd are read with that scale in backward too, so that x - mean cannot
-// overflow there.
+// Rows whose squares overflow (|x| above 1e19 in float) are multiplied by a power of two first. If
+// rstd is smaller than kTinyRstd, backward reads the row with the same scale, so that x - mean
+// cannot overflow there.
 template <typename A>
 struct Limits;
 template <>
@@ -36,7 +36,7 @@ struct Limits<float> {
   static constexpr float kTinyRstd = 0x1p-60f;
   static constexpr float kSmallest = 0x1p-126f;
   static constexpr float kLargest = 0x1.fffffep127f;
-  static constexpr float kMeanRounding = 0x1p-44f;  // of the mean, squared, with some room
+  static constexpr float kMeanRounding = 0x1p-44f;  // of the mean, squared, with a margin
 };
 template <>
 struct Limits<double> {
@@ -48,12 +48,13 @@ struct Limits<double> {
   static constexpr double kMeanRounding = 0x1p-102;
 };
 
-// Where x̂ is computed again from the output, a weight closer to zero than this is taken for this,
-// or x̂ would be infinite.
+// When x̂ is recovered from the output, weights closer to zero than this are replaced by it.
+// Otherwise x̂ would be infinite.
 constexpr float kSmallestWeight = 1e-5f;
 
-// a·b + c, in one rounding on the GPU. (On the CPU std::fma is a call into the C library wherever
-// the build does not assume the instruction, as baseline x86-64 does not; loops then stay scalar.)
+// a·b + c, rounded once on the GPU. (On the CPU, std::fma calls the C library unless the build
+// assumes the instruction, which baseline x86-64 does not have; loops with such a call stay
+// scalar.)
 template <typename A>
 FUSED_OP_HD A multiply_add(A a, A b, A c) {
 #ifdef __CUDA_ARCH__
@@ -63,8 +64,8 @@ FUSED_OP_HD A multiply_add(A a, A b, A c) {
 #endif
 }
 
-// 1 / value for a normal value, to the last bit or next to it: on the GPU three instructions where
-// the compiler's division of floats takes twenty and a call.
+// 1 / value for a normal value, exact or off by one unit in the last place. On the GPU it takes
+// three instructions; the compiler's division of floats takes twenty and a call.
 template <typename A>
 FUSED_OP_HD A inverse(A value) {
 #ifdef __CUDA_ARCH__
@@ -77,9 +78,10 @@ FUSED_OP_HD A inverse(A value) {
   return A(1) / value;
 }
 
-// Of `count` values: mean + rest is their mean in about twice the precision of A, `second` the sum
-// of squared deviations from it (RMSNorm: mean = rest = 0, the sum of squares). The rest matters
-// where |mean| >> deviation: at 1e4 the rounding of the mean alone would be 5e-4 deviations.
+// The moments of `count` values. mean + rest is their mean in about twice the precision of A,
+// `second` the sum of squared deviations from it. (RMSNorm: mean = rest = 0, and the sum of
+// squares.) The rest matters if |mean| >> deviation: at a ratio of 1e4, the rounding of the mean
+// alone would be 5e-4 deviations.
 template <typename A>
 struct Moments {
   A mean;
@@ -91,7 +93,7 @@ template <typename A>
 FUSED_OP_HD A reciprocal_sqrt(A value) {
 #ifdef __CUDA_ARCH__
   if constexpr (sizeof(A) == 4) {
-    // The instruction errs by two units in the last place; one Newton step brings it to one.
+    // The instruction is off by up to two units in the last place; one Newton step makes that one.
     const float estimate = rsqrtf(value);
     return fmaf(0.5f * estimate, fmaf(-value * estimate, estimate, 1.0f), estimate);
   } else {
@@ -102,10 +104,10 @@ FUSED_OP_HD A reciprocal_sqrt(A value) {
 #endif
 }
 
-// What turns an element of one row into x̂.
+// Turns an element of one row into x̂.
 template <typename A>
 struct Normalizer {
-  A scale;  // 1, or the power of two of an overflowing row
+  A scale;  // 1, or a power of two if the squares overflowed
   A mean;   // of scale·x
   A shift;  // -rest · rstd
   A rstd;   // of scale·x
@@ -113,7 +115,7 @@ struct Normalizer {
   FUSED_OP_HD A true_rstd() const { return rstd * scale; }
 };
 
-// A row's statistics as backward finds them.
+// A row's statistics, as backward reads them.
 template <typename A>
 struct SavedStats {
   A mean;
@@ -127,13 +129,13 @@ struct SavedStats {
   }
 };
 
-// False where the squares overflowed, and where the deviations are no larger than the rounding of
-// the mean (a constant row, say): such a row is taken again with its mean refined, and then times
-// Limits::kScale if its squares still overflow.
+// False if the squares overflowed, or if the deviations are no larger than the rounding of the
+// mean, as in a constant row. The row is then computed again with a refined mean, and once more
+// times Limits::kScale if its squares still overflow.
 template <typename A>
 FUSED_OP_HD bool trusted(const Moments<A>& moments, A cols) {
   return moments.second <= Limits<A>::kLargest &&
-         (cols == A(1) ||  // its own mean, exactly
+         (cols == A(1) ||  // the value is its own mean, exactly
           moments.second >= cols * moments.mean * moments.mean * Limits<A>::kMeanRounding);
 }
 template <typename A>
@@ -141,8 +143,8 @@ FUSED_OP_HD bool overflowed(const Moments<A>& moments) {
   return !(moments.second <= Limits<A>::kLargest);
 }
 
-// Takes the scale off the moments of a row of one huge value, of which the sum alone overflowed:
-// scaled, its eps would be nothing, and so would rstd.
+// Takes the scale off the moments of a row with a single huge value, where only the sum overflowed.
+// With the scale, eps and rstd would vanish.
 template <typename A>
 FUSED_OP_HD void unscale(Moments<A>& moments, A& scale) {
   if (scale != A(1) && moments.second == A(0)) {
@@ -161,7 +163,7 @@ FUSED_OP_HD A scaled_eps(A eps, A scale) {
 struct LayerNorm {
   static constexpr bool kCentered = true;  // has a mean
   static constexpr bool kHasBias = true;
-  static constexpr bool kOfMean = true;  // of squares, not of their sum
+  static constexpr bool kOfMean = true;  // divides the sum of squares by the count
   static constexpr int kStats = 2;       // rows of the statistics: mean, rstd
   static constexpr int kGrads = 2;       // parameter gradients: weight, bias
 
@@ -231,7 +233,7 @@ struct L2Norm : RmsNorm {
   }
 };
 
-// No norm: rows of which only the product with a factor is taken, and that product's gradients.
+// No norm: the rows are only multiplied by a factor, and the gradients are those of the product.
 struct Identity {
   static constexpr bool kCentered = false;
   static constexpr bool kHasBias = false;
@@ -248,7 +250,7 @@ struct Identity {
   }
 };
 
-// The two sums that a row's gradient needs.
+// The two sums that the gradient of a row needs.
 template <typename A>
 struct PullbackSums {
   A wdy_xhat;
@@ -260,8 +262,8 @@ struct PullbackSums {
   }
 };
 
-// The row's linear map from wdy and x̂ to dx. wdy less its mean comes first, so that a row of one
-// column has a gradient of exactly zero.
+// The linear map of a row from wdy and x̂ to dx. The mean of wdy is subtracted first, so a row of
+// one column has a gradient of exactly zero.
 template <typename Norm, typename A>
 struct Pullback {
   A rstd;

@@ -1,6 +1,6 @@
-// A pack: a few neighbouring elements of a row, as they lie in memory. For the CPU also how packs
-// are read and written, and their way to and from accumulator precision; the GPU's is in
-// cuda/access.cuh and core/convert.h. Torch-free.
+// A pack: a few neighbouring elements of a row, as they lie in memory. This file has the reads and
+// writes of packs and their conversion to and from accumulators for the CPU; for the GPU, these are
+// in cuda/access.cuh and core/convert.h. Torch-free.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@
 
 namespace fused_op {
 
-// Elements of 16 bits as they lie in memory. Arithmetic is done in float.
+// Elements of 16 bits, as they lie in memory. Arithmetic uses float.
 struct Float16 {
   std::uint16_t bits;
 };
@@ -40,9 +40,9 @@ constexpr int kWarpSize = 32;     // GPU threads
 template <typename T>
 constexpr int kVector = kVectorBytes / static_cast<int>(sizeof(T));
 
-// Held as 32-bit words, as they arrive: the GPU's compiler takes packs of 16-bit values apart and
-// puts them together again where branches meet. float parameters beside 16-bit elements make packs
-// of 32 bytes: two vector instructions. A single 16-bit element is the lower half of its word.
+// Held as 32-bit words: where branches meet, the GPU's compiler takes packs of 16-bit values apart
+// and puts them together again. float parameters beside 16-bit elements make packs of 32 bytes, two
+// vector instructions. A single 16-bit element is the lower half of its word.
 template <typename T, int N>
 struct alignas(sizeof(T) * N < 4              ? 4
                : sizeof(T) * N < kVectorBytes ? sizeof(T) * N
@@ -57,8 +57,8 @@ FUSED_OP_HD Pack<T, N> as_pack(const T (&values)[N]) {
   return pack;
 }
 
-// Reads and writes packs at any address. A pack begins at column `col` of a row that is `width`
-// columns wide; elements past the row's end load as `absent`, and are not stored.
+// Reads and writes packs at any address. A pack begins at column `col` of a row of `width` columns.
+// Elements past the end of the row are read as `absent` and not written.
 struct ByteAccess {
   template <int N, typename T>
   FUSED_OP_HD static Pack<T, N> load(const T* row, std::int64_t col, std::int64_t width,
@@ -78,7 +78,7 @@ struct ByteAccess {
     return as_pack(values);
   }
 
-  // Parameters that may be absent: null means `absent` everywhere.
+  // Parameters that may be null, which means `absent` everywhere.
   template <int N, typename T>
   FUSED_OP_HD static Pack<T, N> load_or(const T* row, std::int64_t col, std::int64_t width,
                                         float absent) {
@@ -95,7 +95,7 @@ struct ByteAccess {
   }
 };
 
-// Elements to accumulator precision, exactly.
+// Elements to accumulators, exactly.
 template <typename T, int N>
 FUSED_OP_HD void unpack(const Pack<T, N>& pack, Accumulator<T> (&values)[N]) {
   T elements[N];
@@ -105,7 +105,7 @@ FUSED_OP_HD void unpack(const Pack<T, N>& pack, Accumulator<T> (&values)[N]) {
   }
 }
 
-// Back to elements: the one rounding.
+// Accumulators to elements. This rounds, once.
 template <typename T, int N>
 FUSED_OP_HD Pack<T, N> pack_from(const Accumulator<T> (&values)[N]) {
   T elements[N];

@@ -4,16 +4,16 @@
 //   sum    = residual + branch, in its own dtype, as it is stored
 //   output = norm(sum) · pre_weight
 //
-// Both norms are those of core/norm_args.h, and have its arguments. What goes from one to the other
-// is nowhere in memory, unless the two have to run one after the other.
+// Both norms have the arguments of core/norm_args.h. The branch is never written to memory, unless
+// the two norms have to run one after the other.
 #pragma once
 
 #include "core/norm_args.h"
 
 namespace fused_op {
 
-// The base is the norm of the sum; its `input`, the branch, is null. So is its `output` where the
-// sum alone is wanted.
+// The base is the norm of the sum. Its `input`, the branch, is null, and so is its `output` if only
+// the sum is wanted.
 struct PostAddPreForwardArgs : NormForwardArgs {
   NormForwardArgs post;  // the norm of the input; its `output` is null
 };

@@ -1,15 +1,16 @@
-// The RMS norm of queries or keys and their rotary embedding: its arguments and formulas for both
+// The RMS norm of queries or keys with rotary embedding: its arguments and formulas for both
 // backends, and the structs of its kernels. Torch-free.
 //
-// A row is a head. Its normalised values n = x̂·weight are rotated in pairs (a, b), by the angles of
+// A row is a head. Its normalised values n = x̂·weight are rotated in pairs (a, b) by the angles of
 // the head's token:
 //
 //   y_a = n_a·cos - n_b·sin      dn_a = dy_a·cos + dy_b·sin
 //   y_b = n_b·cos + n_a·sin      dn_b = dy_b·cos - dy_a·sin
 //
-// Pairs are the two halves of the rotated columns (GPT-NeoX), or neighbours (GPT-J); columns behind
-// them are left as they are. A lane reads the other element of a pair once more, from the cache,
-// instead of asking the lane that has it: that is the same code for every way a row may lie.
+// The elements of a pair are in the two halves of the rotated columns (GPT-NeoX), or neighbours
+// (GPT-J). Columns after the rotated ones are left as they are. A lane reads the other element of a
+// pair from the cache again, instead of getting it from the lane that holds it. The code is then
+// the same for every layout of a row.
 #pragma once
 
 #include <type_traits>
@@ -21,15 +22,15 @@
 namespace fused_op {
 
 struct Rotation {
-  ConstRows cos;  // a row for each token, or for each of a sequence in turn: `split` says so
-  ConstRows sin;  // of the dtype of cos
-  int half = 0;   // pairs
-  bool adjacent = false;         // neighbours; else halves
-  bool rounds_norm = false;      // n, to the dtype of the input
-  bool rounds_products = false;  // and each product with cos or sin
+  ConstRows cos;             // one row for each token, or for each token of a sequence: see `split`
+  ConstRows sin;             // in the dtype of cos
+  int half = 0;              // pairs
+  bool adjacent = false;     // pairs are neighbours; else halves
+  bool rounds_norm = false;  // round n to the dtype of the input
+  bool rounds_products = false;  // also round each product with cos or sin
   bool in_packs = false;         // on the GPU: see core/rope_variant.h
-  RowSplit heads;                // of a token
-  int groups = 1;                // rows that have a weight of their own: 1, or the heads
+  RowSplit heads;                // of one token
+  int groups = 1;                // rows with weights of their own: 1, or the number of heads
   RowSplit group;
 
   FUSED_OP_HD std::int64_t token_of(std::int64_t row) const { return heads.offset(row, 0); }
@@ -37,7 +38,7 @@ struct Rotation {
     return group.offset(row, cols);
   }
 
-  // The other column of a pair; its number; and whether a column is the first of its pair.
+  // The other column of a pair, the number of the pair, and whether a column is its first.
   template <bool kAdjacent>
   FUSED_OP_HD int other(int col) const {
     return kAdjacent ? col ^ 1 : col < half ? col + half : col - half;
@@ -58,12 +59,13 @@ struct RopeForwardArgs : NormForwardArgs {
 struct RopeBackwardArgs : NormBackwardArgs {
   Rotation rotation;
   int groups = 1;  // as in rotation
-  // Where rows of grad_input begin, which may be part of a larger tensor.
+  // Where rows of grad_input begin; it may be part of a larger tensor.
   std::int64_t grad_stride = 0;
   RowSplit grad_split;
 };
 
-// A call's options as types: Rotation's, x̂ rounded before the weight, weights of groups.
+// The options of a call as types: those of Rotation, x̂ rounded before the weight, and weights of
+// groups.
 template <bool kAdjacent_, bool kRoundsXhat_, bool kRoundsNorm_, bool kRoundsProducts_,
           bool kGroups_, bool kInPacks_>
 struct RopeForm {
@@ -76,7 +78,7 @@ struct RopeForm {
 };
 
 #ifdef __CUDACC__
-// A pack at an address where its vectors may begin.
+// A pack at an address where vectors may begin.
 template <int N, typename T>
 __device__ __forceinline__ Pack<T, N> pack_at(const T* from) {
   static_assert(sizeof(T) * N >= 4, "a smaller pack is read beyond its end");
@@ -92,7 +94,7 @@ __device__ __forceinline__ A value_at(const T* from) {
   return value[0];
 }
 
-// What a row of a kernel rotates by.
+// The angles of a kernel's row.
 template <typename Form, typename C>
 struct Angles {
   const Rotation& rotation;
@@ -106,8 +108,8 @@ struct Angles {
 
   __device__ __forceinline__ bool turns(std::int64_t col) const { return col < 2 * rotation.half; }
 
-  // Of columns `col` on. sin has the sign with which the other element is added; columns that are
-  // not rotated have cos 1 and sin 0.
+  // cos and sin of the columns from `col` on. sin has the sign with which the other element is
+  // added. For columns that are not rotated, cos is 1 and sin 0.
   template <int N, typename A>
   __device__ __forceinline__ void load(int col, A (&c)[N], A (&s)[N]) const {
     constexpr int kPairs = Form::kAdjacent ? N / 2 : N;
@@ -131,14 +133,14 @@ struct Angles {
         s[j] = turned ? value_at<A>(sin + pair) : A(0);
       }
     }
-    constexpr bool kOneHalf = Form::kInPacks && !Form::kAdjacent;  // a pack lies within one
+    constexpr bool kOneHalf = Form::kInPacks && !Form::kAdjacent;  // a pack lies within one half
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       s[j] = rotation.template is_first<Form::kAdjacent>(kOneHalf ? col : col + j) ? -s[j] : s[j];
     }
   }
 
-  // The other elements of the pairs of columns `col` on, from a row in memory.
+  // The other elements of the pairs, for the columns from `col` on, of a row in memory.
   template <int N, typename T>
   __device__ __forceinline__ Pack<T, N> others(const T* row, int col) const {
     if constexpr (Form::kInPacks && !Form::kAdjacent && N * sizeof(T) >= 4) {
@@ -185,7 +187,7 @@ struct RotatedAffine : Affine<W, X> {
   std::int64_t row;
   int first;  // column of the lane's pack 0
   int step;
-  Normalizer<Accumulator<X>> normalizer{};  // of the row: see tell()
+  Normalizer<Accumulator<X>> normalizer{};  // of the row: set by tell()
 
   template <typename Lane>
   __device__ __forceinline__ RotatedAffine(const Args& args, std::int64_t number, const Lane& lane)
@@ -195,7 +197,7 @@ struct RotatedAffine : Affine<W, X> {
     return Form::kGroups ? static_cast<int>(args.rotation.first_parameter(row, args.cols)) : 0;
   }
 
-  // x̂ to n.
+  // Turns x̂ into n.
   template <int N, typename A>
   __device__ __forceinline__ static void scale(const Pack<W, N>& weight, A (&values)[N]) {
     if constexpr (Form::kRoundsXhat) {
@@ -227,7 +229,7 @@ struct RotatedAffine : Affine<W, X> {
   }
 
  private:
-  // The n that those of columns `col` on are paired with.
+  // The values n that are paired with those of the columns from `col` on.
   template <typename Norm, int N, typename A>
   __device__ __forceinline__ void others(const Angles<Form, C>& angles, int col,
                                          const A (&values)[N], A (&other)[N]) const {
@@ -289,7 +291,7 @@ struct RotatedAffine : Affine<W, X> {
     }
 
    private:
-    // dy to the gradient of n: the same angle, the other way.
+    // dy to the gradient of n: rotates by the same angle, backwards.
     template <int N, typename A>
     __device__ __forceinline__ void turn_back(const Angles<Form, C>& angles, int col,
                                               A (&dy)[N]) const {
@@ -313,7 +315,7 @@ struct RotatedAffine : Affine<W, X> {
   };
 };
 
-// The row is the input, and its gradient goes to rows that need not be dense.
+// The row is the input. Its gradient goes to rows that need not be contiguous.
 template <typename X, bool kSplit>
 struct Heads : Plain<X, kSplit> {
   using Plain<X, kSplit>::Plain;

@@ -12,7 +12,7 @@
 
 namespace fused_op {
 
-// Angles as the op layer finds them: rows of `half` numbers for tokens in turn.
+// The angles as the op layer passes them: one row of `half` numbers per token.
 struct AngleTables {
   ConstRows cos;
   ConstRows sin;
@@ -20,7 +20,7 @@ struct AngleTables {
   bool adjacent;
 };
 
-// `args`: of either direction, with its dtypes.
+// `args` are the arguments of either direction, with their dtypes set.
 template <typename Args>
 Rotation make_rotation(const AngleTables& angles, std::int64_t heads, bool has_own_weights,
                        bool rounds_xhat, bool rounds_norm, const Args& args) {
@@ -30,7 +30,7 @@ Rotation make_rotation(const AngleTables& angles, std::int64_t heads, bool has_o
   made.sin = angles.sin;
   made.half = angles.half;
   made.adjacent = angles.adjacent;
-  // A product with a weight of 32 bits has as many, unless it is a norm's output.
+  // A product with a 32-bit weight has 32 bits, unless it is rounded as the output of a norm.
   made.rounds_norm =
       size_of(args.dtype) == 2 && (rounds_norm || (rounds_xhat && size_of(args.param_dtype) == 2));
   made.rounds_products = made.rounds_norm && made.cos.dtype == args.dtype;
@@ -40,7 +40,7 @@ Rotation make_rotation(const AngleTables& angles, std::int64_t heads, bool has_o
   return made;
 }
 
-// Whether every row begins where vectors do.
+// Whether every row begins at an address of whole vectors.
 inline bool in_vectors(const ConstRows& rows) {
   const auto whole = [&](std::int64_t elements) {
     return elements * size_of(rows.dtype) % kVectorBytes == 0;
@@ -49,14 +49,15 @@ inline bool in_vectors(const ConstRows& rows) {
          whole(rows.split.outer_stride);
 }
 
-// Elements of a lane's largest pack. Of 16 bits there are 8, or 4 where 8 would reach from one half
-// into the other: the pairs of so many elements, each by itself, would take too many registers.
+// The number of elements in a lane's largest pack. With 16 bits, that is 8, or 4 if a pack of 8
+// would reach from one half into the other: handling the pairs of so many elements one by one would
+// take too many registers.
 inline int largest_pack(const Rotation& rotation, DType input) {
   const int vector = kVectorBytes / size_of(input);
   return vector == 8 && rotation.half % 8 != 0 ? 4 : vector;
 }
 
-// Whether pairs and angles of these rows can be read in packs.
+// Whether the pairs and angles of these rows can be read in packs.
 inline bool in_packs(const Rotation& rotation, std::initializer_list<ConstRows> rows,
                      std::int64_t cols) {
   const int pack = largest_pack(rotation, rows.begin()->dtype);
@@ -67,7 +68,7 @@ inline bool in_packs(const Rotation& rotation, std::initializer_list<ConstRows> 
 struct RopeVariant : Variant {
   const Rotation& rotation;
   DType parameters;
-  bool rounds;  // x̂, before the weight
+  bool rounds;  // round x̂ before the weight
 
   RopeVariant(const Rotation& of, DType input, DType param_dtype, Rounding rounding)
       : Variant(VariantId::kRope, "core/rope.h"),
@@ -75,7 +76,7 @@ struct RopeVariant : Variant {
         parameters(param_dtype),
         rounds(rounds_first(rounding, input)) {
     row = input;
-    // Nothing is read beside the row, but a dtype of 32 bits halves the packs.
+    // No row is read beside the input, but a 32-bit dtype here halves the packs.
     beside.dtype = largest_pack(rotation, input) == 4 ? DType::kFloat32 : input;
     groups = rotation.groups;
     for (const bool bit : form()) {

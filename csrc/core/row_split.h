@@ -8,8 +8,8 @@
 
 namespace fused_op {
 
-// Divides row numbers below 2^31 by `inner` in a multiplication, an addition and a shift.
-// Source: Granlund & Montgomery 1994, "Division by invariant integers using multiplication".
+// Divides row numbers below 2^31 by `inner` with a multiplication, an addition and a shift. Source:
+// Granlund & Montgomery 1994, "Division by invariant integers using multiplication".
 struct RowSplit {
   std::uint32_t inner = 0;  // 0: not split
   std::uint32_t magic = 0;
@@ -26,7 +26,7 @@ struct RowSplit {
         ((std::uint64_t{1} << 32) * ((std::uint64_t{1} << shift) - inner)) / inner + 1);
   }
 
-  // Elements from the first row to this one.
+  // The offset of a row from the first one, in elements.
   FUSED_OP_HD std::int64_t offset(std::int64_t row, std::int64_t stride) const {
     if (inner == 0) {
       return row * stride;

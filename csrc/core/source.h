@@ -1,26 +1,26 @@
-// Sources: where the row that is normalised comes from. A source is one struct; the element types
-// of its streams are template arguments. Torch-free.
+// Sources: where the row that is normalised comes from. A source is one struct; its template
+// arguments are the element types of its streams. Torch-free.
 //
-//   prefetch()  asks for the row before the kernels before this one have ended
+//   prefetch()  prefetches the row before the previous kernels have ended
 //   load()      starts the loads of a lane's packs, and computes nothing that would wait for them
-//   finish()    makes of them the row that is normalised, as packs of Row, and stores what backward
-//               will read
-//   read()      packs of that row again, after finish()
+//   finish()    turns them into the row that is normalised, as packs of Row, and stores what
+//               backward will read
+//   read()      reads packs of that row again, after finish()
 //
-// `lane` says which packs of the row are a lane's (Lane of cuda/access.cuh). Packs past the row's
-// end are zero.
+// `lane` says which packs of the row belong to a lane (Lane of cuda/access.cuh). Packs past the end
+// of the row are zero.
 //
-// Backward is the way back, of one row like the source itself.
+// Its struct Backward is the way back. Like the source, it is made for one row.
 //
-//   Saved              elements of what is read as x
-//   kReadsSum          whether a gradient may arrive through the row itself, which forward stored
-//   sum_arrives()      whether it does
-//   kReadsBeside       whether the row is made of x and of rows beside it; then beside() are those,
-//                      of BesideRow, and combine() makes the row, of x
-//   wanted()           whether any gradient leaves
-//   leave(), store()   dx of a pack, the arriving gradient included, to the packs of the gradients
-//                      that leave; and those to memory. leave() also takes the packs of x and of
-//                      the rows beside it, where there are any.
+//   Saved              the element type of the tensor that is read as x
+//   kReadsSum          whether a gradient may arrive at the row itself, which forward stored
+//   sum_arrives()      whether one does
+//   kReadsBeside       whether the row is computed from x and from rows beside it: beside() returns
+//                      those, as BesideRow, and combine() computes the row from them and x
+//   wanted()           whether any gradient is stored
+//   leave(), store()   leave() turns dx of a pack, which includes the arriving gradient, into the
+//                      packs of the gradients, and takes the packs of x and of the rows beside it,
+//                      if there are any; store() writes those packs to memory
 #pragma once
 
 #include <type_traits>
@@ -31,7 +31,7 @@
 
 namespace fused_op {
 
-// The first element of a row. Rows at two strides cost a division, which only kernels for them do.
+// The first element of a row. Rows at two strides cost a division, which their kernels alone have.
 template <typename T, bool kSplit>
 FUSED_OP_HD const T* first_of(const ConstRows& rows, std::int64_t row) {
   const std::int64_t offset = kSplit ? rows.split.offset(row, rows.stride) : row * rows.stride;
@@ -103,7 +103,7 @@ struct Plain {
     FUSED_OP_HD void leave(Col, A (&dx)[N], int k, Gradients<N, kCount>& gradients) const {
       gradients.input[k] = rounded<X>(dx);
     }
-    // Packs `first` and on of the lane.
+    // Reads the packs of the lane from `first` on.
     template <typename Access, typename Lane, int N, int kCount>
     FUSED_OP_HD void store(const Lane& lane, int first,
                            const Gradients<N, kCount>& gradients) const {
@@ -113,8 +113,8 @@ struct Plain {
   };
 };
 
-// The row is dropout(input) + residual, rounded to S and stored: it is the residual of what comes
-// next. Statistics are those of the stored sum, so that backward finds the same normalised values.
+// The row is dropout(input) + residual, rounded to S and stored as the next residual. The
+// statistics are those of the stored sum, so that backward finds the same normalised values.
 template <typename X, typename R, typename S, bool kDropout = false>
 struct AddResidual {
   using Row = S;
@@ -177,8 +177,8 @@ struct AddResidual {
     Access::store(lane, sum, row);
   }
 
-  // dx and what arrives through the sum are the gradient of the residual, and with the dropped
-  // elements dropped that of the input. One tensor serves as both if they cannot differ.
+  // The gradient of the residual is dx plus what arrives at the sum. The gradient of the input is
+  // the same, with the dropped elements dropped. One tensor serves as both if they cannot differ.
   struct Backward {
     static constexpr bool kAtTwoStrides = false;
     static constexpr bool kReadsSum = true;
@@ -202,7 +202,7 @@ struct AddResidual {
           row(number),
           mask(kDropout ? DropoutState(call.dropout) : DropoutState(Dropout{}), number) {}
 
-    // Where none arrives, one gradient of the row's own dtype is Plain's.
+    // If none arrives, and there is one gradient of the row's own dtype, Plain is the same.
     FUSED_OP_HD static bool sum_arrives(const NormBackwardArgs& args) {
       return (!kTwoGradients && std::is_same_v<X, S>) || args.grad_sum.data != nullptr;
     }

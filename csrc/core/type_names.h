@@ -1,5 +1,4 @@
-// The words of a kernel's name in C++, of which a plan and a variant put it together. Host code,
-// torch-free.
+// The words from which plans and variants compose the C++ name of a kernel. Host code, torch-free.
 #pragma once
 
 #include <initializer_list>

@@ -1,5 +1,5 @@
-// The sum of the input and the residual, of a range of rows: Forward's first step alone. Included
-// by a level alone: level.h.
+// The sum of input and residual for a range of rows, the first step of Forward alone. Included only
+// by a level: level.h.
 #pragma once
 
 #include "cpu/elements.h"

@@ -1,5 +1,5 @@
-// Backward in one pass over the rows, in chunks of them with partial sums of the parameters'
-// gradients. Included by a level alone: level.h.
+// Backward in one pass over the rows. The rows are cut into chunks, each with partial sums of the
+// parameter gradients. Included only by a level: level.h.
 #pragma once
 
 #include "cpu/level.h"
@@ -9,11 +9,11 @@
 
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
-// As for Forward, of X and W.
+// X and W as in Forward.
 template <int kLanes, int kCols, typename Norm, typename A, typename X, typename W>
 class Backward {
   static constexpr bool kMayBeLong = kCols == 0 && kLanes * sizeof(A) >= 64;
-  static constexpr int kAtOnce = FUSED_OP_CPU_ROWS;  // whose sums stay in registers
+  static constexpr int kAtOnce = FUSED_OP_CPU_ROWS;  // rows whose sums stay in registers together
 
  public:
   explicit Backward(const NormBackwardArgs& call)
@@ -38,7 +38,8 @@ class Backward {
     }
   }
 
-  // `sums`: [kGrads, cols], what the rows add to the gradients of the parameters; null: unwanted.
+  // Adds what the rows contribute to the parameter gradients to `sums`, [kGrads, cols]; null: not
+  // wanted.
   void run_rows(std::int64_t first_row, std::int64_t last_row, void* sums) {
     const std::int64_t tile_rows = std::max<std::int64_t>(kAtOnce, rows_of_tile(cols_));
     if (wants_grads_) {
@@ -61,7 +62,7 @@ class Backward {
   }
   void end_grads() {
     const ParameterGrads<A> last = grads_.from(cols_ - kLanes);
-    for (int j = 0; j < kLanes; ++j) {  // what was skipped is 0
+    for (int j = 0; j < kLanes; ++j) {  // skipped columns are 0
       last.weight[j] += tail_weight_[j];
       if (Norm::kHasBias) {
         last.bias[j] += tail_bias_[j];
@@ -88,12 +89,12 @@ class Backward {
         Norm::saved(static_cast<const A*>(args_.stats), row, args_.rows).normalizer();
     return {found.scale, found.mean, A(-0.0), found.rstd};
   }
-  // x̂ itself is read where x is the output.
+  // If x is the output, x̂ itself is read.
   RowIn<X, A> row_in(const X* x, const X* dy, const Normalizer<A>& normalizer) const {
     return {x, dy, args_.x_is_output ? plain_normalizer(A(0), A(1)) : normalizer};
   }
 
-  // Rows of 16 bits are read as they are; dispatch saw to it that they can be.
+  // Rows of 16 bits are read in place; with_backward() checks that they can be.
   View<X> read_x(const Tile& tile) {
     if constexpr (!std::is_same_v<X, A>) {
       return view_tile<X>(args_.x, tile);
@@ -130,7 +131,7 @@ class Backward {
     }
   }
 
-  // Calls function(met) with x̂ as the gradient of the weight has it.
+  // Calls function(met), where met turns x̂ into the value that the gradient of the weight uses.
   template <typename Function>
   void with_met(const Function& function) {
     if (wants_grads_) {
@@ -152,7 +153,7 @@ class Backward {
       add_some<Met, true>(rows, weight, col, cols, totals);
       return;
     }
-    for (int r = 0; r < kRows; ++r) {  // few rows are not: their sums are the same one by one
+    for (int r = 0; r < kRows; ++r) {  // one by one, the sums have the same bits
       const RowIn<X, A> one[1] = {rows[r]};
       add_some<Met, false>(one, weight, col, cols, totals + r);
     }
@@ -256,8 +257,7 @@ class Backward {
     }
   }
 
-  // Each row in a lane of its own, but for tiles with a row of a scale, or of which no dx is
-  // wanted.
+  // Each row in a lane of its own, unless a row of the tile has a scale or dx is not wanted.
   void run_narrow(const Tile& tile) {
     const A* const stats = static_cast<const A*>(args_.stats);
     const A* const rstd = stats + (Norm::kStats - 1) * args_.rows + tile.row;
@@ -274,7 +274,7 @@ class Backward {
     const A* const x = read_x(tile).first;
     const A* const dy = read_dy(tile).first;
     const A* const dsum = read_dsum(tile).first;
-    const A* const mean = stats + tile.row;  // of RMSNorm never used
+    const A* const mean = stats + tile.row;  // not used by RMSNorm
     const A* const weight = weight_.from(0, cols_);
     A* const dx = dx_of(tile);
     with_met([&]<typename Met>(Met) {
@@ -289,7 +289,7 @@ class Backward {
     finish(tile);
   }
 
-  // In parts, which are read again for dx.
+  // Computes long rows in parts, which are read again for dx.
   template <int kRows>
   void run_long_rows(std::int64_t number) {
     Normalizer<A> normalizers[kRows];
@@ -341,7 +341,7 @@ class Backward {
   A* const dx_ = tile_buffer<A>(3);
 };
 
-// Calls function(backward) with the Backward of the call's types.
+// Calls function(backward) with the instance of Backward for the types of the call.
 template <typename Function>
 void with_backward(const NormBackwardArgs& args, const Function& function) {
   const auto is_ready = [&](const ConstRows& rows) {
@@ -368,7 +368,7 @@ inline void backward_rows(const NormBackwardArgs& args, std::int64_t first_chunk
   with_backward(args, [&](auto& backward) { backward.run(first_chunk, last_chunk); });
 }
 
-// Adds the partial sums of the chunks, in their order.
+// Adds up the partial sums of the chunks, in their order.
 template <typename A>
 void add_chunks(const NormBackwardArgs& args, std::int64_t chunks, int grad, void* target,
                 std::int64_t first_col, std::int64_t last_col) {

@@ -1,8 +1,8 @@
-// Elements of any dtype to accumulators and back. Included by a level alone: level.h.
+// Conversion between elements of any dtype and accumulators. Included only by a level: level.h.
 //
-// Each level gives the same bits. F16C converts FUSED_OP_CPU_F16C f16 at once where a level has it;
-// all else is integer arithmetic without branches, which compilers vectorise, as they do not c10's
-// conversions.
+// All levels give the same bits. Where a level has F16C, it converts FUSED_OP_CPU_F16C f16 elements
+// at once. Everything else is integer arithmetic without branches, which compilers vectorise; they
+// do not vectorise c10's conversions.
 #pragma once
 
 #include "cpu/level.h"
@@ -39,7 +39,7 @@ inline float from_float16(std::uint16_t element) {
   constexpr std::int32_t kExponent = 1 << 23;
   const std::int32_t sign = (element & 0x8000) << 16;
   const std::int32_t magnitude = (element & 0x7fff) << 13;
-  // Inf and NaN keep an exponent of ones.
+  // Inf and NaN keep an exponent of all ones.
   const std::int32_t rebias = magnitude >= 31 * kExponent ? 224 * kExponent : 112 * kExponent;
   const float subnormal = std::bit_cast<float>(magnitude + 113 * kExponent) - 0x1p-14f;
   const std::int32_t small = std::bit_cast<std::int32_t>(subnormal);
@@ -50,7 +50,7 @@ inline std::uint16_t to_float16(float value) {
   constexpr std::int32_t kExponent = 1 << 23;
   const auto bits = std::bit_cast<std::int32_t>(value);
   const std::int32_t magnitude = bits & 0x7fffffff;
-  // Adding 0.5 leaves a subnormal in the lowest bits, rounded.
+  // Adding 0.5 leaves the rounded subnormal in the lowest bits.
   const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
   const std::int32_t small = std::bit_cast<std::int32_t>(shifted) - 126 * kExponent;
   const std::int32_t normal = (magnitude - 112 * kExponent + 0xfff + (magnitude >> 13 & 1)) >> 13;
@@ -62,7 +62,7 @@ inline std::uint16_t to_float16(float value) {
 }
 
 #if FUSED_OP_CPU_F16C == 16
-constexpr __mmask16 kAll = 0xffff;  // GCC 12 warns within the intrinsics without a mask
+constexpr __mmask16 kAll = 0xffff;  // GCC 12 warns inside the intrinsics without a mask
 FUSED_OP_CPU_INLINE void load_float16(const Float16* from, float* to) {
   _mm512_storeu_ps(
       to, _mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
@@ -121,7 +121,7 @@ FUSED_OP_CPU_INLINE void load_pack(const E* __restrict from, A* __restrict to) {
   }
 }
 
-// The one rounding.
+// This rounds, once.
 template <int kLanes, typename E, typename A>
 FUSED_OP_CPU_INLINE void store_pack(const A* __restrict from, E* __restrict to) {
   if constexpr (kByF16C<kLanes, E, A>) {
@@ -136,8 +136,8 @@ FUSED_OP_CPU_INLINE void store_pack(const A* __restrict from, E* __restrict to) 
   }
 }
 
-// kLanes elements as accumulators, each converted where it is used; or all at once, in registers,
-// where an instruction does that.
+// kLanes elements as accumulators. Each is converted where it is used, or all at once, in
+// registers, if there is an instruction for that.
 template <int kLanes, typename E, typename A, bool kAtOnce = kByF16C<kLanes, E, A>>
 class Pack {
  public:
@@ -157,7 +157,7 @@ class Pack<kLanes, E, A, true> {
   A values_[kLanes];
 };
 
-// Stores result(lane) of each lane: the one rounding.
+// Stores result(lane) for each lane. This rounds, once.
 template <int kLanes, typename A, typename E, typename Result>
 FUSED_OP_CPU_INLINE void store_results(const Result& result, E* __restrict to) {
   if constexpr (kByF16C<kLanes, E, A>) {
@@ -200,7 +200,7 @@ void write(const A* from, void* data, std::int64_t first, std::int64_t count) {
   }
 }
 
-// x̂ as the weight meets it: Rounding of core/norm_args.h.
+// x̂ as the weight multiplies it: see Rounding in core/norm_args.h.
 struct Exact {
   template <typename A>
   FUSED_OP_CPU_INLINE A operator()(A xhat) const {
@@ -216,10 +216,10 @@ struct AsBFloat16 {
   }
 };
 
-struct Unwanted : Exact {};  // where the weight's gradient is not
+struct Unwanted : Exact {};  // the gradient of the weight is not wanted
 
-// Calls function(as_met) with the one of a call; `input` is the dtype of its input, which is X
-// where rows are read in 16 bits.
+// Calls function(met) with the struct for a call. `input` is the dtype of its input; if rows are
+// read in 16 bits, it is X.
 template <typename X, typename Function>
 inline void with_rounding(Rounding rounding, DType input, const Function& function) {
   if (std::is_same_v<X, double> || !rounds_first(rounding, input)) {
@@ -233,7 +233,7 @@ inline void with_rounding(Rounding rounding, DType input, const Function& functi
   }
 }
 
-// `count` elements, from element `first` on.
+// Reads `count` elements, beginning at element `first`.
 template <typename A>
 void read_elements(const void* from, DType dtype, std::int64_t first, std::int64_t count, A* to) {
   switch (dtype) {

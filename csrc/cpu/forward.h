@@ -1,4 +1,4 @@
-// Forward of a range of rows. Included by a level alone: level.h.
+// Forward of a range of rows. Included only by a level: level.h.
 #pragma once
 
 #include "cpu/level.h"
@@ -35,13 +35,14 @@ FUSED_OP_CPU_INLINE void affine_packs(const X* x, const W* weight, const W* bias
   }
 }
 
-// y = x̂ · weight + bias of a row or a part of it. y overlaps nothing else: the last pack is written
-// over a share of the one before it. `next` is what will be read next, and need not exist.
+// y = x̂ · weight + bias for a row or a part of it. y overlaps nothing else, because the last pack
+// is written over part of the one before it. `next` points to what will be read next, and need not
+// exist.
 template <int kLanes, typename Norm, typename Met, typename X, typename W, typename A>
 FUSED_OP_CPU_INLINE void affine(const X* x, const W* weight, const W* bias,
                                 const Normalizer<A>& normalizer, std::int64_t cols, X* y,
                                 const X* next) {
-  if (normalizer.scale == A(1)) {  // where the compiler sees it, it costs nothing
+  if (normalizer.scale == A(1)) {  // costs nothing where the compiler knows the scale
     const Normalizer<A> plain{A(1), normalizer.mean, normalizer.shift, normalizer.rstd};
     affine_packs<kLanes, Norm, Met>(x, weight, bias, plain, cols, y, next);
   } else {
@@ -49,7 +50,7 @@ FUSED_OP_CPU_INLINE void affine(const X* x, const W* weight, const W* bias,
   }
 }
 
-// The same of rows of kCols columns.
+// The same for rows of kCols columns.
 template <int kCols, typename Norm, typename Met, typename A>
 FUSED_OP_CPU_INLINE void affine_rows(const A* __restrict x, const A* __restrict weight,
                                      const A* __restrict bias, const A* __restrict mean,
@@ -69,8 +70,8 @@ FUSED_OP_CPU_INLINE void affine_rows(const A* __restrict x, const A* __restrict 
   }
 }
 
-// Rows of X are read and written where they are, except that those of accumulators may have been
-// converted, and may have to be. So are parameters of W.
+// Rows of type X and parameters of type W are read and written in place. If X is the accumulator
+// type, rows may have been converted to it, and may have to be converted back.
 template <int kLanes, int kCols, typename Norm, typename A, typename X, typename W>
 class Forward {
   static constexpr bool kMayBeLong = kCols == 0 && kLanes * sizeof(A) >= 64;
@@ -99,7 +100,7 @@ class Forward {
   }
 
  private:
-  // As backward reads the rounded sum, so do the statistics.
+  // The statistics are those of the rounded sum, because that is what backward reads.
   void add_residual(const Tile& tile) {
     const View<A> x = args_.dropout.active ? dropped(tile) : read_tile(args_.input, tile, x_);
     const View<A> residual = read_tile(args_.residual, tile, y_);
@@ -126,7 +127,7 @@ class Forward {
     }
   }
 
-  // Near enough to the mean: the first and the last few of `cols` columns tell where it is.
+  // A value close to the mean, from the first and the last few of `cols` columns.
   static FUSED_OP_CPU_INLINE A center_of(const X* x, std::int64_t cols) {
     if constexpr (!Norm::kCentered) {
       return A(0);
@@ -143,8 +144,8 @@ class Forward {
   }
   static std::int64_t near_cols(std::int64_t cols) { return std::min(cols, kTileCols); }
 
-  // Σ(x - center)² loses no digits to cancellation where the center is within a deviation of the
-  // mean; elsewhere the second moment is NaN, which needs care.
+  // Σ(x - center)² loses no digits to cancellation if the center is within a deviation of the mean.
+  // If it is not, the second moment is NaN, which marks a row that needs care.
   FUSED_OP_CPU_INLINE Moments<A> moments_of(A center, const Totals& totals) const {
     const double offset = totals.sum / double_cols_;
     const double mean = static_cast<double>(center) + offset;
@@ -156,7 +157,7 @@ class Forward {
   }
   static FUSED_OP_CPU_INLINE bool needs_care(A second) { return !(second <= Limits<A>::kLargest); }
 
-  // In one pass: the mean is exact to the rounding of deviations from it, also where they are
+  // In one pass. The mean is exact to the rounding of the deviations from it, even if these are
   // small.
   FUSED_OP_CPU_INLINE Moments<A> moments(std::int64_t row, const X* values, A scale, A center) {
     Totals totals;
@@ -172,14 +173,15 @@ class Forward {
     return moments_of(center, totals);
   }
 
-  // In double, a rounding less than the GPU's product. Of fp16 outputs with rounding before the
-  // weight, 3.5e-5 then differ from those of PyTorch's operations at 1000 columns, not 4.6e-5.
+  // In double, one rounding less than the GPU's product. Of fp16 outputs with rounding before the
+  // weight, a share of 3.5e-5 then differs from PyTorch's operations at 1000 columns, instead
+  // of 4.6e-5.
   FUSED_OP_CPU_INLINE Normalizer<A> normalizer_of(const Moments<A>& found, A scale) const {
     const A mean_square = static_cast<A>(static_cast<double>(found.second) * inverse_divisor_);
     return Norm::normalizer(Moments<A>{found.mean, found.rest, mean_square}, scale, A(1), eps_);
   }
 
-  // Of a row whose center was far from its mean, or whose squares overflowed.
+  // For a row whose center was far from its mean, or whose squares overflowed.
   __attribute__((noinline)) Normalizer<A> careful_normalizer(std::int64_t row, const X* values,
                                                              A mean) {
     A scale = A(1);
@@ -205,7 +207,8 @@ class Forward {
     second_[r] = found.second;
   }
 
-  // The moments of the rows of a tile, in passes over all of them: no row waits for its own sums.
+  // The moments of the rows of a tile, in passes over all of them, so that no row waits for its own
+  // sums.
   void measure(const View<X>& x, std::int64_t rows) {
     if constexpr (kCols > 0) {
       measure_rows(x.first, rows, mean_, rest_, second_);
@@ -251,7 +254,8 @@ class Forward {
     }
   }
 
-  // Normalisers and statistics of a tile that has been measured. Returns how many rows need care.
+  // Computes normalisers and statistics from the moments of a tile. Returns how many rows need
+  // care.
   int normalize(const Tile& tile) {
     int careful = 0;
 #pragma omp simd reduction(+ : careful)
@@ -359,7 +363,7 @@ class Forward {
     }
   }
 
-  // In parts, which are read again for each pass.
+  // Computes a long row in parts, which are read again for each pass.
   void run_long_row(std::int64_t row) {
     for (std::int64_t col = 0, count = 0; args_.sum != nullptr && col < cols_; col += count) {
       count = piece(col, cols_, kTileCols);
@@ -387,7 +391,7 @@ class Forward {
 
   const NormForwardArgs& args_;
   const std::int64_t cols_;
-  const ConstRows source_;  // of what is normalised
+  const ConstRows source_;  // the values that are normalised
   const bool drops_output_;
   const double double_cols_ = static_cast<double>(cols_);
   const double inverse_divisor_ = 1 / static_cast<double>(divisor(args_.kind, cols_));
@@ -397,7 +401,7 @@ class Forward {
   A* const x_ = tile_buffer<A>(0);
   A* const y_ = tile_buffer<A>(1);
   A* const sum_ = tile_buffer<A>(2);
-  // Of the rows of a tile.
+  // One for each row of the tile.
   A mean_[kTileRows], rest_[kTileRows], second_[kTileRows], shift_[kTileRows], rstd_[kTileRows];
 };
 

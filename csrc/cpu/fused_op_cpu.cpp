@@ -19,7 +19,7 @@ bool has_f16c() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
 }
-// With the state of the registers, which the operating system has to save.
+// Also checks that the operating system saves the registers.
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
          __builtin_cpu_supports("bmi2") && has_f16c();
@@ -58,12 +58,12 @@ const Level* find_level(const char* name) {
 
 namespace {
 
-// How many rows of an output, which are read again at once, stay in the first cache.
+// How many rows of an output stay in the L1 cache until they are read again.
 std::int64_t rows_in_cache(std::int64_t row_bytes) {
   return std::max<std::int64_t>(1, (16 << 10) / row_bytes);
 }
 
-// Where row 0 would be, if `rows` is where row `row` is and no other is anywhere.
+// Where row 0 would be, if `rows` is the address of row `row`. Nothing else is there.
 void* before(char* rows, std::int64_t row, std::int64_t row_bytes) {
   return reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(rows) -
                                  static_cast<std::uintptr_t>(row * row_bytes));
@@ -125,7 +125,7 @@ BackwardWork work_of(const NormBackwardArgs& args, std::int64_t rows, std::int64
           .chunk_elements = (rows + chunks - 1) / chunks * cols};
 }
 
-// Chunks are of one entry each, or of whole entries: cpu/modulated.h.
+// A chunk is part of one entry, or consists of whole entries: cpu/modulated.h.
 BackwardWork modulated_work(const ModulatedBackwardArgs& args) {
   const std::int64_t entries = args.rows / args.modulation.rows_each;
   const std::int64_t chunks = norm_backward_chunks(args);
@@ -149,7 +149,8 @@ BackwardWork backward_work(const NormBackwardArgs& args, const Variant* variant)
   if (variant != nullptr && variant->id == VariantId::kModulated) {
     return modulated_work(static_cast<const ModulatedBackwardArgs&>(args));
   }
-  // Rows of all groups: the gradients of their parameters lie side by side.
+  // The rows of the tensors contain all groups: the gradients of the groups' parameters lie side by
+  // side.
   const int groups = variant != nullptr ? variant->groups : 1;
   NormBackwardArgs whole = args;
   whole.rows /= groups;

@@ -1,6 +1,6 @@
 // The gated RMS norm of a range of rows: core/gated.h. A row, or a part of a long one, is converted
-// to accumulators and then taken through short loops, which the cache holds. Included by a level
-// alone: level.h.
+// to accumulators and then processed by short loops, within the cache. Included only by a level:
+// level.h.
 #pragma once
 
 #include "cpu/backward.h"
@@ -11,13 +11,13 @@
 
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
-// e^-|z|, of the bits of |z|; 0 where it is subnormal. (std::exp is a call, which keeps loops
-// scalar. This is off by 0.9 units in the last place at most.)
+// e^-|z| from the bits of |z|; 0 if the result is subnormal. The error is at most 0.9 units in the
+// last place. (std::exp is a call, which keeps loops scalar.)
 FUSED_OP_CPU_INLINE float exp_of_negative(std::uint32_t magnitude) {
   constexpr float kLog2E = 0x1.715476p0f;
   constexpr float kLn2High = 0x1.62e4p-1f;  // 15 bits: times n it is exact
   constexpr float kLn2Low = 0x1.7f7d1cp-20f;
-  constexpr float kRound = 0x1.8p23f;  // what is added to it ends in the bits of an integer, n
+  constexpr float kRound = 0x1.8p23f;  // the lowest bits of kRound + a value are an integer
   constexpr auto kMost = std::bit_cast<std::uint32_t>(88.0f);
   const float x = -std::bit_cast<float>(std::min(magnitude, kMost));
   const float shifted = x * kLog2E + kRound;
@@ -33,7 +33,7 @@ FUSED_OP_CPU_INLINE float exp_of_negative(std::uint32_t magnitude) {
   return (r + r * r * p + 1.0f) * power;
 }
 
-// With choices between bits: comparisons of floats would be branches, which keep loops scalar.
+// Chooses between bits. Comparisons of floats would be branches, which keep loops scalar.
 template <bool kSigmoid>
 FUSED_OP_CPU_INLINE Activation<float> activation_of(float z) {
   const auto bits = std::bit_cast<std::uint32_t>(z);
@@ -41,7 +41,7 @@ FUSED_OP_CPU_INLINE Activation<float> activation_of(float z) {
   const std::uint32_t negative = 0u - (bits >> 31);
   const std::uint32_t nan = (0u - ((0x7f800000u - magnitude) >> 31)) & 0x7fc00000u;
   const float e = exp_of_negative(magnitude);
-  const float larger = 1.0f / (1.0f + e);  // of σ(z) and σ(-z)
+  const float larger = 1.0f / (1.0f + e);  // the larger of σ(z) and σ(-z)
   const auto high = std::bit_cast<std::uint32_t>(larger) | nan;
   const auto low = std::bit_cast<std::uint32_t>(e * larger) | nan;
   const auto sigma = std::bit_cast<float>((low & negative) | (high & ~negative));
@@ -71,7 +71,7 @@ void multiply(const A* __restrict by, std::int64_t count, A* __restrict values) 
   }
 }
 
-// Of a fixed order, whatever the instructions.
+// In a fixed order, whatever the instruction set.
 template <typename A>
 double sum_of_products(const A* __restrict a, const A* __restrict b, std::int64_t count) {
   constexpr int kLanes = 16;
@@ -94,7 +94,7 @@ double sum_of_products(const A* __restrict a, const A* __restrict b, std::int64_
   return total;
 }
 
-// What forward and backward do with the columns of a row that are in hand.
+// What forward and backward do with the columns of a row that are in the buffers.
 template <typename A, typename Args>
 class GatedColumns {
  public:
@@ -109,9 +109,9 @@ class GatedColumns {
   static DType dtype_of_output(const GatedForwardArgs& args) { return args.input.dtype; }
   static DType dtype_of_output(const GatedBackwardArgs& args) { return args.grad_input.dtype; }
 
-  // Two to a tile.
+  // A tile has room for two buffers.
   static A* buffer(int number) { return tile_buffer<A>(number / 2) + number % 2 * (kTileSize / 2); }
-  // Longer rows than a tile are taken in parts, and read again for each pass.
+  // Rows longer than a tile are processed in parts, and read again for each pass.
   bool is_whole() const { return cols_ <= kWholeCols; }
   template <typename Function>
   void for_parts(const Function& function) const {
@@ -131,7 +131,7 @@ class GatedColumns {
       write_elements(from, rows.data, rows.dtype, row * cols_ + col, count);
     }
   }
-  // Those of the row's group.
+  // Reads the weight of the row's group.
   void read_weight(std::int64_t row, std::int64_t col, std::int64_t count, A* to) const {
     if (args_.weight == nullptr) {
       std::fill_n(to, count, A(1));
@@ -164,7 +164,7 @@ class GatedColumns {
       }
     });
   }
-  // x̂, or what the weight meets of it, to n.
+  // Turns x̂, rounded or not, into n.
   void scale(const A* weight, std::int64_t count, A* values) const {
     multiply(weight, count, values);
     if (rounds_product_) {
@@ -175,7 +175,7 @@ class GatedColumns {
   const Args& args_;
   const std::int64_t cols_;
   const bool rounds_;
-  const bool rounds_product_;  // a weight of 16 bits, and so is its product with x̂
+  const bool rounds_product_;  // the weight has 16 bits, so its product with x̂ is rounded
   const DType dtype_;
 };
 
@@ -201,7 +201,7 @@ class GatedForward : GatedColumns<A, GatedForwardArgs> {
   }
 
  private:
-  // The columns that are normalised, and φ(z).
+  // Reads the columns that are normalised, and φ(z).
   void read(std::int64_t row, std::int64_t col, std::int64_t count) {
     this->read_part(args_.input, row, col, count, x_);
     this->read_gate(row, col, count, gate_, ignored_);
@@ -268,7 +268,8 @@ class GatedBackward : GatedColumns<A, GatedBackwardArgs> {
  public:
   using Columns::Columns;
 
-  // Chunks are of rows of the tensors, which hold all groups: their sums lie side by side.
+  // Chunks consist of rows of the tensors, which contain all groups: the sums of the groups lie
+  // side by side.
   void run(std::int64_t first_chunk, std::int64_t last_chunk, std::int64_t chunks) {
     const std::int64_t groups = args_.gate.groups;
     const std::int64_t rows = args_.rows / groups;
@@ -306,7 +307,8 @@ class GatedBackward : GatedColumns<A, GatedBackwardArgs> {
       write(row, col, count, pullback);
     });
   }
-  // x̂ and its gradient; in the `first` of two passes also what does not need the sums of the row.
+  // Computes x̂ and its gradient. In the `first` of two passes, also everything that does not need
+  // the sums of the row.
   void read(std::int64_t row, std::int64_t col, std::int64_t count, const Normalizer<A>& normalizer,
             bool first) {
     this->read_part(args_.x, row, col, count, x_);

@@ -1,7 +1,7 @@
-// The loops are compiled once for each level of instructions that CPUs have: level_*.cpp. A level
-// opens a namespace of its own and switches its instructions on behind all standard headers, which
-// are included here: an inline function of theirs that another file may be linked with must run on
-// every CPU. All levels give the same bits, as products and sums are never fused (setup.py).
+// The loops are compiled once for each instruction set level of CPUs: level_*.cpp. A level opens a
+// namespace of its own and turns its instructions on after all standard headers, which are included
+// here: the linker may share an inline function of theirs with other files, so it must run on every
+// CPU. All levels give the same bits, because products and sums are never fused (setup.py).
 #pragma once
 
 #include <algorithm>
@@ -30,55 +30,57 @@
 #define FUSED_OP_CPU_X86 0
 #endif
 
-#ifdef __clang__  // it says of each `#pragma omp simd` where a level has nothing to gain from it
+#ifdef __clang__  // it reports each `#pragma omp simd` from which a level gains nothing
 #pragma clang diagnostic ignored "-Wpass-failed"
 #endif
 
-// What is done for every few columns: a call would spill the lanes.
+// For code that runs for every few columns: a call would spill the lanes.
 #define FUSED_OP_CPU_INLINE inline __attribute__((always_inline))
 
 namespace fused_op::cpu {
 
 constexpr std::int64_t kMaxLanes = 32;
-// Columns of a part of a long row. 16 x 65536 bf16, ps an element: 441, with 8192 columns 590
+// Columns in a part of a long row. 16 x 65536 bf16: 441 ps an element; with 8192 columns, 590
 // (EPYC).
 constexpr std::int64_t kTileCols = 1024;
-// Elements of short rows. 4096 x 255 bf16, ns a row: 99, with 2048 elements 132, 512: 112 (EPYC).
+// Elements in a tile of short rows. 4096 x 255 bf16: 99 ns a row; with 2048, 132; 512, 112 (EPYC).
 constexpr std::int64_t kTileElements = 1024;
 constexpr std::int64_t kTileRows = 256;
-// Longer rows are taken in parts. 256 x 4096 bf16, ps an element: 384, in parts 443 (EPYC).
+// Longer rows are processed in parts. 256 x 4096 bf16: 384 ps an element; in parts, 443 (EPYC).
 constexpr std::int64_t kWholeCols = 4096;
 constexpr std::int64_t kTileSize = 2 * kWholeCols;  // two rows of backward fit
-constexpr int kTiles = 4;                           // in hand at a time
+constexpr int kTiles = 4;                           // in use at a time
 
 std::int64_t norm_backward_chunks(const NormBackwardArgs& args);  // fused_op_cpu.h
 
-// Sums over the rows that share an entry: those of core/modulated.h, and that of the gate.
+// The sums over the rows that share an entry: the two of core/modulated.h, and the gate's.
 constexpr int kEntrySums = 3;
 
-// What the sum of squares is divided by. That is all that tells the L2 norm, which the loops of the
+// What the sum of squares is divided by. This is the only difference between the L2 norm and the
+// RMS norm, whose loops compute both.
 // RMS norm compute, from it.
 inline std::int64_t divisor(NormKind kind, std::int64_t cols) {
   return kind == NormKind::kL2Norm ? 1 : cols;
 }
 
-// kTiles tiles of double, uninitialised. The thread keeps them: memory of that size goes back to
+// kTiles uninitialised tiles of double. The thread keeps them: freed memory of that size goes back
+// to the system, and its pages would be mapped again in every call.
 // the system when it is freed, and its pages would be mapped anew in every call.
 void* thread_tiles();
 
 struct Level {
   const char* name;
   void (*forward)(const NormForwardArgs& args, std::int64_t first_row, std::int64_t last_row);
-  // sum = input + residual alone.
+  // sum = input + residual, without a norm.
   void (*add)(const NormForwardArgs& args, std::int64_t first_row, std::int64_t last_row);
-  // Rows of an output, of which the first is row `first_row` of the call, to 8 bits.
+  // Rows of an output to 8 bits. The first one is row `first_row` of the call.
   void (*quantize)(const Quantization& quantization, const void* output, DType dtype,
                    std::int64_t cols, std::int64_t first_row, std::int64_t last_row);
   void (*backward_rows)(const NormBackwardArgs& args, std::int64_t first_chunk,
                         std::int64_t last_chunk);
   void (*backward_columns)(const NormBackwardArgs& args, std::int64_t first_col,
                            std::int64_t last_col);
-  // `args` are the base of the variant's own. Chunks are of rows of all groups.
+  // `args` is the base of the variant's own arguments. Chunks consist of rows of all groups.
   void (*variant_forward)(VariantId id, const NormForwardArgs& args, std::int64_t first_row,
                           std::int64_t last_row);
   void (*variant_backward_rows)(VariantId id, const NormBackwardArgs& args,

@@ -1,4 +1,4 @@
-// All loops of a level. Included by a level alone: level.h.
+// All loops of a level. Included only by a level: level.h.
 #pragma once
 
 #include "cpu/add.h"
@@ -12,7 +12,7 @@
 
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
-// `Loops` with the accumulators of a dtype, over a range.
+// Runs `Loops` over a range, with the accumulators of a dtype.
 template <template <typename> class Loops, typename Args, typename... Range>
 void run_loops(DType dtype, const Args& args, Range... range) {
   if (dtype == DType::kFloat64) {

@@ -1,5 +1,5 @@
 // The modulated norms of a range of rows: core/modulated.h. The rows of an entry go through the
-// loops of the norms, with the entry's weight' and bias'. Included by a level alone: level.h.
+// loops of the norms, with the entry's weight' and bias'. Included only by a level: level.h.
 #pragma once
 
 #include "core/modulated.h"
@@ -10,7 +10,7 @@
 
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
-// Columns that are converted together.
+// Columns converted at a time.
 constexpr std::int64_t kEntryCols = 256;
 
 template <typename A>
@@ -19,7 +19,7 @@ void read_entry(const ConstRows& of, std::int64_t row, std::int64_t col, std::in
   read_elements(of.data, of.dtype, of.split.offset(row, of.stride) + col, count, to);
 }
 
-// weight' and bias' of one entry after the other. Backward reads no bias'.
+// weight' and bias' of one entry at a time. Backward does not read bias'.
 template <typename A, typename Args>
 class EntryParameters {
   static constexpr bool kBias = std::is_same_v<Args, ModulatedForwardArgs>;
@@ -31,7 +31,7 @@ class EntryParameters {
   const A* weight() const { return values_.get(); }
   const A* bias() const { return values_.get() + args_.cols; }
 
-  // Those of a row.
+  // Computes them for the entry of a row.
   void take(std::int64_t row) {
     const Modulation& of = args_.modulation;
     A param[kEntryCols];
@@ -75,7 +75,7 @@ class EntryParameters {
   const std::unique_ptr<A[]> values_;
 };
 
-// Calls function(first, last) with the rows of each entry that has some in the range.
+// Calls function(first, last) for the rows of each entry in the range.
 template <typename Function>
 void for_entries(std::int64_t rows_each, std::int64_t first_row, std::int64_t last_row,
                  const Function& function) {
@@ -86,7 +86,7 @@ void for_entries(std::int64_t rows_each, std::int64_t first_row, std::int64_t la
   }
 }
 
-// A shift is a bias to an RMS norm, too.
+// To an RMS norm, a shift is also a bias.
 inline NormKind with_bias(NormKind kind) {
   return kind == NormKind::kRmsNorm ? NormKind::kBiasedRmsNorm : kind;
 }
@@ -131,9 +131,10 @@ void modulated_forward(const ModulatedForwardArgs& args, std::int64_t first_row,
               });
 }
 
-// Backward, in chunks of rows (modulated_chunks()): of one entry, whose sums of rows then wait in
-// the workspace, [chunks, kEntrySums, cols]; or of whole entries, whose gradients leave at once,
-// and of which what they add to those of weight and bias waits.
+// Backward, in chunks of rows. If a chunk is part of one entry, its sums over rows stay in the
+// workspace, [chunks, kEntrySums, cols], until the second step. If it consists of whole entries,
+// the gradients of the entries are written at once, and only their contributions to those of weight
+// and bias stay in the workspace.
 template <typename A>
 class ModulatedBackward {
  public:
@@ -153,7 +154,7 @@ class ModulatedBackward {
     norm.param_dtype = kDTypeOf<A>;
     norm.weight = parameters.weight();
     norm.bias = nullptr;
-    norm.grad_weight = wants_norm_ ? &norm : nullptr;  // that it is wanted is all that is read
+    norm.grad_weight = wants_norm_ ? &norm : nullptr;  // only whether it is null is read
     norm.grad_bias = nullptr;
     const std::unique_ptr<A[]> own(is_cut() ? nullptr : new A[kEntrySums * args_.cols]);
     for (std::int64_t chunk = first_chunk; chunk < last_chunk; ++chunk) {
@@ -178,7 +179,7 @@ class ModulatedBackward {
     }
   }
 
-  // What waits, in its order.
+  // The second step: adds up what is in the workspace, in order.
   void add_waiting(std::int64_t first_col, std::int64_t last_col) const {
     if (!is_cut()) {
       NormBackwardArgs norm = args_;
@@ -202,7 +203,7 @@ class ModulatedBackward {
   }
 
  private:
-  // Whether an entry's rows are in several chunks, or in the only one.
+  // Whether each chunk lies within one entry.
   bool is_cut() const { return chunks_ >= entries_; }
   A* sums_of(std::int64_t chunk) const {
     A* const first = static_cast<A*>(args_.workspace);
@@ -219,7 +220,7 @@ class ModulatedBackward {
     return {first + rows_each * part / parts, first + rows_each * (part + 1) / parts};
   }
 
-  // dbranch = gate · dr of rows of an entry, and Σ dr · branch, unless null.
+  // dbranch = gate · dr for rows of one entry. Adds Σ dr · branch to `sums`, unless null.
   void pull_back_gate(std::int64_t first_row, std::int64_t last_row, A* sums) const {
     A gate[kEntryCols], grad[kEntryCols], branch[kEntryCols];
     std::fill_n(sums, sums == nullptr ? 0 : args_.cols, A(0));
@@ -246,7 +247,7 @@ class ModulatedBackward {
   struct Sums {
     const A* weight;  // W
     const A* bias;    // B
-    const A* gate;    // read where there is one
+    const A* gate;    // read only if there is a gate
   };
   void leave(std::int64_t entry, const A* sums, A* params) const {
     const std::int64_t cols = args_.cols;
@@ -256,7 +257,7 @@ class ModulatedBackward {
                     params + col, params + cols + col);
     }
   }
-  // The gradients of an entry; what it adds to those of weight and bias.
+  // Writes the gradients of an entry, and adds its contributions to those of weight and bias.
   void leave_columns(std::int64_t entry, std::int64_t col, std::int64_t count, const Sums& sums,
                      A* weight, A* bias) const {
     const std::int64_t at = entry * args_.cols + col;
@@ -280,7 +281,7 @@ class ModulatedBackward {
       }
     }
   }
-  // weight · W + bias · B.
+  // dscale = weight · W + bias · B.
   void leave_scale(std::int64_t at, std::int64_t col, std::int64_t count, const Sums& sums) const {
     if (args_.weight == nullptr && args_.bias == nullptr) {
       write(sums.weight, args_.grad_scale, at, count);

@@ -1,5 +1,5 @@
-// What backward computes of one row, of two, or of many short ones: the sums, the gradients of the
-// parameters, dx. Included by a level alone: level.h.
+// What backward computes for one row, for two, or for many short ones: the sums, the parameter
+// gradients, dx. Included only by a level: level.h.
 #pragma once
 
 #include "cpu/level.h"
@@ -13,10 +13,10 @@ template <typename X, typename A>
 struct RowIn {
   const X* x;
   const X* dy;
-  Normalizer<A> normalizer;  // of what is read
+  Normalizer<A> normalizer;  // of the values in x
 };
 
-// Read in place: a copy, which compilers make by 16 bytes, would stall loads of 32.
+// Reads in place. Compilers copy 16 bytes at a time, which would stall loads of 32.
 template <int kLanes, typename X, typename A>
 struct RowPack {
   Pack<kLanes, X, A> x;
@@ -31,7 +31,7 @@ struct PullbackTotals {
   double wdy;
 };
 
-// The gradients of the parameters, summed over the rows of a chunk.
+// The parameter gradients, summed over the rows of a chunk.
 template <typename A>
 struct ParameterGrads {
   A* weight = nullptr;
@@ -40,9 +40,9 @@ struct ParameterGrads {
   ParameterGrads from(std::int64_t col) const { return {weight + col, bias + col}; }
 };
 
-// Columns `col` and on of a row or two: their sums by lanes, and what they add to the gradients of
-// the parameters, row after row. Two at once halve the traffic of those. `Met` is x̂ as the weight
-// met it.
+// The columns of a pack, for one row or two: their sums by lanes, and what they add to the
+// parameter gradients, row after row. Two rows at once halve the traffic of the gradients. `Met` is
+// x̂ as the weight multiplied it.
 template <int kRows, int kLanes, typename Norm, typename Met, typename X, typename W, typename A>
 FUSED_OP_CPU_INLINE void pullback_pack(const RowIn<X, A> (&rows)[kRows],
                                        const Normalizer<A> (&normalizers)[kRows], const W* weight,
@@ -81,7 +81,7 @@ FUSED_OP_CPU_INLINE void pullback_pack(const RowIn<X, A> (&rows)[kRows],
   }
 }
 
-// `tail` is for the last pack: stores to columns that the pack before it has just written would
+// `tail` is for the last pack: stores to columns that the previous pack has just written would
 // stall the loads of the next row.
 template <int kRows, int kLanes, typename Norm, typename Met, bool kPlain, typename X, typename W,
           typename A>
@@ -158,7 +158,7 @@ FUSED_OP_CPU_INLINE void write_dx(const RowIn<X, A>& row, const W* weight, const
   }
 }
 
-// Rows of kCols columns, each in a lane of its own. All of them are plain.
+// Rows of kCols columns, each row in a lane of its own. All of them are plain.
 template <int kCols, typename Norm, typename Met, bool kAdds, typename A>
 void backward_narrow(const A* __restrict x, const A* __restrict dy, const A* __restrict weight,
                      const A* __restrict dsum, const A* __restrict mean, const A* __restrict rstd,
@@ -196,7 +196,7 @@ void backward_narrow(const A* __restrict x, const A* __restrict dy, const A* __r
   }
 }
 
-// x̂ of a row that holds the output.
+// Recovers x̂ of a row that holds the output.
 template <typename A>
 void recover_xhat(const A* __restrict weight, const A* __restrict bias, std::int64_t cols,
                   A* __restrict x) {

@@ -1,5 +1,5 @@
-// The output of a forward to 8 bits and scales: core/quantize.h over rows. Included by a level
-// alone: level.h.
+// The output of a forward to 8 bits and scales: core/quantize.h over rows. Included only by a
+// level: level.h.
 #pragma once
 
 #include "cpu/elements.h"
@@ -7,7 +7,7 @@
 
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
-// Rows of `output`, which are dense. A part of a row is converted at a time.
+// Quantises contiguous rows of `output`. A part of a row is converted at a time.
 template <Format kFormat, bool kDivides>
 class Quantizer {
  public:
@@ -66,7 +66,7 @@ class Quantizer {
     }
     return amax;
   }
-  // Computes and stores it.
+  // Computes a scale and stores it.
   Scale scale(std::int64_t row, std::int64_t block, std::uint32_t amax) const {
     const Scale scale = scale_of(float_of(amax), to_.rule, dtype_);
     const std::int64_t place = row * to_.row_stride + block * to_.block_stride;
@@ -92,7 +92,7 @@ class Quantizer {
   const void* const output_;
   const DType dtype_;
   const std::int64_t cols_;
-  std::int64_t first_ = 0;  // element of the row
+  std::int64_t first_ = 0;  // the first element, within the row
   float values_[kPart];
 };
 

@@ -1,6 +1,6 @@
-// The RMS norm of heads and their rotary embedding, of a range of rows: core/rope.h. A row is
-// converted to accumulators and then taken through short loops, which the cache holds. Included by
-// a level alone: level.h.
+// The RMS norm with rotary embedding of heads, for a range of rows: core/rope.h. A row is converted
+// to accumulators and then processed by short loops, within the cache. Included only by a level:
+// level.h.
 #pragma once
 
 #include "core/rope.h"
@@ -28,7 +28,7 @@ class RopeRows {
   static DType dtype_of(const RopeForwardArgs& args) { return args.input.dtype; }
   static DType dtype_of(const RopeBackwardArgs& args) { return args.x.dtype; }
 
-  // Two to a tile; heads longer than any model's have memory of their own.
+  // A tile has room for two buffers. Heads longer than any model's have memory of their own.
   A* buffer(int number) const {
     return own_ != nullptr ? own_.get() + number * cols_
                            : tile_buffer<A>(number / 2) + number % 2 * (kTileSize / 2);
@@ -36,7 +36,7 @@ class RopeRows {
   void read_row(const ConstRows& rows, std::int64_t row, A* to) const {
     read_elements(rows.data, rows.dtype, rows.split.offset(row, rows.stride), cols_, to);
   }
-  // Those of the row's group, which mostly are those of the row before.
+  // Reads the weight of the row's group, which is usually that of the previous row.
   void read_weight(std::int64_t row, A* to) {
     const std::int64_t first = args_.rotation.first_parameter(row, cols_);
     if (first != first_parameter_ && args_.weight == nullptr) {
@@ -46,7 +46,7 @@ class RopeRows {
     }
     first_parameter_ = first;
   }
-  // cos and sin of the row's token, which the row before mostly shares.
+  // Reads cos and sin of the row's token, which the previous row usually shares.
   void read_angles(std::int64_t row, A* cos, A* sin) {
     const std::int64_t token = args_.rotation.token_of(row);
     if (token != token_) {
@@ -71,7 +71,7 @@ class RopeRows {
       }
     });
   }
-  // All pairs of a row; `met` is what becomes of a product. kSign: of the angle.
+  // Rotates all pairs of a row. `met` is applied to each product. kSign is the sign of the angle.
   template <int kSign, typename Met>
   void turn(const Met& met, const A* __restrict cos, const A* __restrict sin,
             A* __restrict values) const {
@@ -95,8 +95,8 @@ class RopeRows {
 
  private:
   const std::unique_ptr<A[]> own_;
-  std::int64_t token_ = -1;            // of the angles in hand
-  std::int64_t first_parameter_ = -1;  // of the weight in hand
+  std::int64_t token_ = -1;            // whose angles are in the buffers
+  std::int64_t first_parameter_ = -1;  // of the weight in the buffer
 };
 
 template <typename A>
@@ -164,7 +164,7 @@ class RopeBackward : RopeRows<A, RopeBackwardArgs> {
  public:
   using Rows::Rows;
 
-  // Chunks are of rows of all groups: their sums lie side by side.
+  // Chunks consist of rows of all groups: the sums of the groups lie side by side.
   void run(std::int64_t first_chunk, std::int64_t last_chunk, std::int64_t chunks) {
     const std::int64_t groups = args_.groups;
     const std::int64_t rows = args_.rows / groups;

@@ -1,5 +1,5 @@
-// The sums of a row, in an order that is a function of its length alone: kLanes accumulators, and a
-// total in double of every kSumCols columns. Included by a level alone: level.h.
+// The sums of a row, in an order that depends only on its length: kLanes accumulators, whose total
+// is added to a double after every kSumCols columns. Included only by a level: level.h.
 #pragma once
 
 #include "cpu/level.h"
@@ -7,7 +7,7 @@
 
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
-// A float sum of 2^28 squares would stall.
+// A float sum of 2^28 squares would stop growing.
 constexpr std::int64_t kSumCols = kTileCols;
 
 template <int kLanes, typename A>
@@ -24,8 +24,8 @@ FUSED_OP_CPU_INLINE A add_lanes(const A (&lanes)[kLanes]) {
   }
 }
 
-// Four lanes are those of rows of few columns. Most of their rounding would be here: in float, the
-// error of y at 6 columns is half as large again.
+// Rows of few columns have four lanes. Most of their rounding error would come from here: with
+// float, the error of y at 6 columns is half as large again.
 template <int kLanes, typename A>
 FUSED_OP_CPU_INLINE double fold(const A (&lanes)[kLanes]) {
   if constexpr (kLanes == 4) {
@@ -36,14 +36,15 @@ FUSED_OP_CPU_INLINE double fold(const A (&lanes)[kLanes]) {
   }
 }
 
-// A row is taken in packs of kLanes columns. Where they do not divide it, the last pack ends at the
-// row's end and skips what the pack before it has: every loop is of kLanes steps.
+// A row is processed in packs of kLanes columns. If they do not divide the row, the last pack ends
+// at the end of the row and skips the columns of the pack before it. Every loop then has kLanes
+// steps.
 template <int kLanes>
 FUSED_OP_CPU_INLINE int skip_of(std::int64_t first, std::int64_t last) {
   return static_cast<int>(kLanes - (last - first));
 }
 
-// Adds `scale · x - center` where kSum, and its square.
+// Adds `scale · x - center`, if kSum, and its square.
 template <int kLanes, bool kSum, typename X, typename A>
 FUSED_OP_CPU_INLINE void add_pack(const X* x, A scale, A center, int skip, A (&sums)[kLanes],
                                   A (&squares)[kLanes]) {
@@ -58,8 +59,8 @@ FUSED_OP_CPU_INLINE void add_pack(const X* x, A scale, A center, int skip, A (&s
   }
 }
 
-// Calls function<kLanes, kCols, Norm, A>(), with no more lanes than there are columns. Of rows of
-// kCols columns, if that is not 0, many are computed at a time, each in a lane of its own.
+// Calls function<kLanes, kCols, Norm, A>(), with no more lanes than there are columns. If kCols is
+// not 0, rows have kCols columns, and many are computed at a time, each in a lane of its own.
 template <typename Norm, typename A, typename Function>
 void with_lanes(std::int64_t cols, Function& function) {
   constexpr int kMost = 128 / sizeof(A);
@@ -78,8 +79,8 @@ void with_lanes(std::int64_t cols, Function& function) {
   }
 }
 
-// Calls function<X, W>() with the types in which rows and parameters are read, which may be those
-// of 16 bits for all but short rows: rows that are converted as they are loaded.
+// Calls function<X, W>() with the types in which rows and parameters are read. For all but short
+// rows these may have 16 bits; elements are then converted as they are loaded.
 template <int kLanes, typename A, typename Function>
 void with_elements(DType rows, DType params, Function& function) {
   if constexpr (kLanes == kMaxLanes) {
@@ -110,7 +111,7 @@ void with_types(NormKind kind, DType dtype, std::int64_t cols, Function& functio
   }
 }
 
-// What nearly every row has; where the compiler sees the constants they cost nothing.
+// The normaliser of nearly every row. Its constants cost nothing where the compiler knows them.
 template <typename A>
 FUSED_OP_CPU_INLINE Normalizer<A> plain_normalizer(A mean, A rstd) {
   return {A(1), mean, A(-0.0), rstd};
@@ -120,8 +121,8 @@ FUSED_OP_CPU_INLINE bool is_plain(const Normalizer<A>& normalizer) {
   return normalizer.scale == A(1) && normalizer.shift == A(0);
 }
 
-// Asks for what is read next while what is in hand is computed: where rows come from memory, either
-// would wait for the other. Any address will do.
+// Prefetches what will be read next during the current computation. If rows come from memory, each
+// would otherwise wait for the other. Any address is allowed.
 template <int kLanes, typename E>
 FUSED_OP_CPU_INLINE void prefetch_pack(const E* next) {
   constexpr int kLine = 64 / sizeof(E);

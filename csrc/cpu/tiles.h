@@ -1,5 +1,5 @@
-// What is in hand at a time: some short rows, or a part of a long one, as accumulators. A tile
-// stays in the cache while its rows are read several times. Included by a level alone: level.h.
+// A tile: what is processed at a time, some short rows or a part of a long one, as accumulators. It
+// stays in the cache while its rows are read several times. Included only by a level: level.h.
 #pragma once
 
 #include "cpu/elements.h"
@@ -7,14 +7,14 @@
 
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
-// The length of the piece of [first, last) that begins at `first`, where pieces have `size`. The
-// last one takes in what would be shorter than the lanes.
+// The length of the piece that begins at `first`, if [first, last) is cut into pieces of `size`. A
+// rest shorter than the lanes is added to the last piece.
 inline std::int64_t piece(std::int64_t first, std::int64_t last, std::int64_t size) {
   const std::int64_t rest = last - first;
   return rest < size + kMaxLanes ? rest : size;
 }
 
-// Longer rows than a tile are read in parts.
+// Rows longer than a tile are read in parts.
 inline bool is_long(std::int64_t cols) { return cols > kWholeCols; }
 
 inline std::int64_t rows_of_tile(std::int64_t cols) {
@@ -56,7 +56,7 @@ void copy_tile(const ConstRows& rows, const Tile& tile, A* to) {
   }
 }
 
-// Such rows are read where they are.
+// Rows that can be read in place.
 inline bool lies_ready(const ConstRows& rows, DType dtype) {
   return rows.dtype == dtype && rows.split.inner == 0;
 }
@@ -83,7 +83,7 @@ inline void add_rows(const A* __restrict a, const A* __restrict b, std::int64_t 
   }
 }
 
-// `values` are those of a dense tile.
+// `values` is a contiguous tile.
 template <typename A>
 void write_tile(const A* values, void* data, DType dtype, const Tile& tile, std::int64_t cols) {
   if (data != nullptr) {
@@ -106,8 +106,9 @@ void drop_tile(const Dropout& dropout, const Tile& tile, A* values) {
   }
 }
 
-// Weight or bias; `absent` everywhere where there is none. Those of long rows are converted in
-// parts, as the rows are: converted as a whole, those of few rows would cost more than the rows.
+// Weight or bias; if there is none, `absent` for every column. Long rows are converted in parts,
+// and so are their parameters: with few rows, converting them as a whole would cost more than the
+// rows.
 template <typename W>
 class Parameter {
  public:
@@ -120,7 +121,8 @@ class Parameter {
     }
   }
 
-  // `cols` of them, of a long row no more than a part; valid until the next call.
+  // The values from `col` on, `cols` of them: for a long row, no more than a part. Valid until the
+  // next call.
   const W* from(std::int64_t col, std::int64_t cols) {
     if (data_ != nullptr && dtype_ == kDTypeOf<W>) {
       return static_cast<const W*>(data_) + col;
@@ -136,7 +138,7 @@ class Parameter {
 
  private:
   void convert(std::int64_t col, std::int64_t cols) {
-    if constexpr (sizeof(W) > 2) {  // else they are W
+    if constexpr (sizeof(W) > 2) {  // otherwise the elements have type W
       read_elements(data_, dtype_, col, cols, values_);
     }
   }

@@ -1,7 +1,7 @@
-// How lanes meet memory: which packs of a row are a lane's, and two ways to move them. Vectors
-// reads a pack in one instruction; Words reads any row of any length at any address, by words of 4
-// bytes. Which elements a lane has depends on the row's length and type alone, never on its
-// address: both give the same bits. Device code; torch-free.
+// How lanes access memory: which packs of a row belong to a lane, and two ways to move them.
+// Vectors moves a pack in one instruction. Words moves rows of any length at any address, by words
+// of 4 bytes. Which elements a lane has depends only on the row's length and type, never on its
+// address, so both give the same bits. Device code; torch-free.
 #pragma once
 
 #include "core/convert.h"
@@ -11,8 +11,8 @@
 
 namespace fused_op::cuda {
 
-// The packs of one lane: pack i begins kStep_ columns after pack i - 1. The first kSure_ lie inside
-// the row whatever the lane; only the others need a bounds check.
+// The packs of one lane: pack i begins kStep_ columns after pack i - 1. In every lane, the first
+// kSure_ lie inside the row; only the others need a bounds check.
 template <int kLanes_, int kStep_, int kSure_, bool kKeep_>
 struct Lane {
   static constexpr int kLanes = kLanes_;  // neighbouring lanes of a row
@@ -22,17 +22,18 @@ struct Lane {
 
   int first;  // column of pack 0
   int width;  // columns of the row
-  bool live;  // false in lanes past the last row: they load another one and store nothing
+  bool live;  // false in lanes past the last row, which load another row and store nothing
 
   __device__ __forceinline__ int col(int i) const { return first + i * kStep; }
-  // How many elements from pack i's first one on are in the row, N at most where that is known.
+  // How many elements of the row there are from the first one of pack i on; N at most, where that
+  // is known.
   template <int N>
   __device__ __forceinline__ int valid(int i) const {
     return i < kSure ? N : width - col(i);
   }
 };
 
-// Bytes of global memory into words, where `wanted`; else the words stay.
+// Loads bytes of global memory as words, if `wanted`; otherwise the words stay as they are.
 template <int kBytes, bool kKeep>
 __device__ __forceinline__ void load_bytes_if(bool wanted, const void* at, std::uint32_t* words) {
   static_assert(kBytes == 2 || kBytes == 4 || kBytes == 8 || kBytes == 16 || kBytes == 32);
@@ -63,7 +64,7 @@ __device__ __forceinline__ void store_bytes(void* at, const std::uint32_t* words
   }
 }
 
-// Not `pack = {}`: NVRTC keeps the temporary in global memory, and loads it from there.
+// Not `pack = {}`: NVRTC puts that temporary into global memory and loads it from there.
 template <typename T, int N>
 __device__ __forceinline__ void clear(Pack<T, N>& pack) {
 #pragma unroll
@@ -83,7 +84,7 @@ __device__ __forceinline__ Pack<T, N> pack_of(float value) {
   return rounded<T>(values);
 }
 
-// Every row begins at a multiple of a pack's bytes (16 at most), and is whole packs long.
+// For rows that begin at a multiple of a pack's bytes (16 at most) and are whole packs long.
 struct Vectors {
   static constexpr bool kWhole = true;  // a pack is wholly inside the row or wholly outside
   static constexpr bool kStoresTogether = false;
@@ -119,7 +120,7 @@ struct Vectors {
       store_pack(lane, row, i, packs[i]);
     }
   }
-  // Asks for a row without reading it: see prefetch().
+  // Prefetches a row without reading it: see prefetch().
   template <int kVectors, typename Lane, typename T>
   __device__ __forceinline__ static void prefetch_row(const Lane& lane, const T* row) {
 #pragma unroll
@@ -129,7 +130,7 @@ struct Vectors {
       }
     }
   }
-  // Packs `first` and on of the lane.
+  // Loads the packs of the lane from `first` on.
   template <typename Lane, typename T, int N, int kCount>
   __device__ __forceinline__ static void store_some(const Lane& lane, T* row, int first,
                                                     const Pack<T, N> (&packs)[kCount]) {
@@ -138,8 +139,8 @@ struct Vectors {
       store_pack(lane, row, first + k, packs[k]);
     }
   }
-  // Columns `col` on of a parameter, which begins at a multiple of 16 bytes; null means `absent`.
-  // `valid` of them are in the row, or N: then it may have more.
+  // Loads a parameter, which begins at a multiple of 16 bytes, from column `col` on; null means
+  // `absent`. `valid` columns are in the row; if that is N, there may be more.
   template <typename W, int N, typename Col>
   __device__ __forceinline__ static Pack<W, N> parameter(const void* from, Col col, int valid,
                                                          float absent) {
@@ -150,14 +151,14 @@ struct Vectors {
   }
 };
 
-// Rows of any length at any address of an element. A 16-bit row that begins in the middle of a
-// word moves by halves: the branch is the same for the whole row.
+// For rows of any length, at any address that is a multiple of the element size. A 16-bit row that
+// begins in the middle of a word moves by halves. The branch is the same for the whole row.
 struct Words {
   static constexpr bool kWhole = false;
   static constexpr bool kStoresTogether = true;  // in one branch, not in one each
   static constexpr bool kHalves = true;          // rows may begin in the middle of a word
 
-  // Whether the packs of a row from `to` on are stored in one go, since lanes exchange halves.
+  // Whether the packs of a row at `to` are stored together, because lanes exchange halves.
   template <typename T>
   __device__ __forceinline__ static bool stores_together(const T* to) {
     return splits_word(to);
@@ -186,7 +187,7 @@ struct Words {
       }
     }
   }
-  // Of a row that begins at a word.
+  // For a row that begins at a word.
   template <typename Lane, typename T, int N>
   __device__ __forceinline__ static void store_pack(const Lane& lane, T* row, int i,
                                                     const Pack<T, N>& pack) {
@@ -216,7 +217,7 @@ struct Words {
       Vectors::prefetch_row<kVectors>(lane, row);
     }
   }
-  // Packs `first` and on of the lane.
+  // Loads the packs of the lane from `first` on.
   template <typename Lane, typename T, int N, int kCount>
   __device__ __forceinline__ static void store_some(const Lane& lane, T* row, int first,
                                                     const Pack<T, N> (&packs)[kCount]) {
@@ -242,8 +243,8 @@ struct Words {
     return sizeof(T) == 2 && reinterpret_cast<std::uintptr_t>(at) % 4 != 0;
   }
 
-  // The lanes of a row, which take one branch: rows of a warp may begin in the middle of a word or
-  // not.
+  // The lanes of a row. They take the same branch; other rows of the warp may begin elsewhere in a
+  // word.
   template <typename Lane>
   __device__ __forceinline__ static unsigned lanes_of_row() {
     if constexpr (Lane::kLanes == 32) {
@@ -253,8 +254,8 @@ struct Words {
       return ((1u << Lane::kLanes) - 1u) << first;
     }
   }
-  // A lane reads the aligned word in which its own begins, and takes the other half of its own
-  // from the next lane.
+  // A lane reads the aligned word in which its own word begins, and takes the other half from the
+  // next lane.
   template <typename Lane, typename T, int kVectors>
   __device__ __forceinline__ static void load_joined(const Lane& lane, const T* from,
                                                      Pack<T, 2> (&packs)[kVectors]) {
@@ -288,8 +289,9 @@ struct Words {
                                                                          : 0u);
     }
   }
-  // A lane writes the aligned word in which its own begins; its lower half is the upper half of the
-  // lane before. The row's first and last halves go by themselves.
+  // A lane writes the aligned word in which its own word begins; the lower half of that is the
+  // upper half of the previous lane's word. The first and the last half of the row are stored by
+  // themselves.
   template <typename Lane, typename T, int kVectors>
   __device__ __forceinline__ static void store_joined(const Lane& lane, T* to,
                                                       const Pack<T, 2> (&packs)[kVectors]) {
@@ -320,7 +322,7 @@ struct Words {
     }
   }
 
-  // The first `valid` elements of a pack, or all; the others stay.
+  // Stores the first `valid` elements of a pack, or all; the others stay as they are.
   template <bool kHalves, bool kKeep, bool kMasks, typename T, int N>
   __device__ __forceinline__ static void load_pack(const T* from, int valid, Pack<T, N>& pack) {
     if constexpr (sizeof(T) > 2) {
@@ -394,7 +396,7 @@ struct Words {
   }
 };
 
-// Words where every row begins at a multiple of 4 bytes.
+// Words for rows that all begin at a multiple of 4 bytes.
 struct WholeWords : Words {
   static constexpr bool kHalves = false;
 

@@ -1,6 +1,6 @@
-// How backward lays rows that are too long for a CTA over threads, as integers: what a plan reckons
-// with, and what the kernels of backward_columns.cuh and backward_cluster.cuh are compiled for.
-// Host and device; torch-free.
+// How backward spreads rows that are too long for a CTA over threads, as integers. Plans compute
+// with them, and the kernels of backward_columns.cuh and backward_cluster.cuh are compiled for
+// them. Host and device; torch-free.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace fused_op::cuda {
 
-// A row is dealt out in units of 16 bytes of its widest stream. Pieces of a row are taken at once:
-// a thread of a CTA has kPieceUnits units, which lie apart by all threads of all of the row's
-// pieces.
+// A row is cut into units of 16 bytes of its widest stream. Pieces of a row are processed at the
+// same time. A thread has kPieceUnits units; the distance between them is the number of threads of
+// all pieces of the row.
 constexpr int kPieceThreads = 512;
 constexpr int kPieceUnits = 4;
 FUSED_OP_HD constexpr std::int64_t row_pieces(std::int64_t cols, int unit) {
@@ -19,10 +19,10 @@ FUSED_OP_HD constexpr std::int64_t row_pieces(std::int64_t cols, int unit) {
   return (cols + piece - 1) / piece;
 }
 
-// Threads of a CTA of the second kernel, which have a unit each.
+// Threads of a CTA of the second kernel, with one unit each.
 constexpr int kColumnThreads = 128;
 
-// A unit: kVectors packs of kPack elements, the lanes of a warp taking neighbouring packs.
+// A unit: kVectors packs of kPack elements. The lanes of a warp take neighbouring packs.
 template <int kPack_, int kVectors_>
 struct ColumnsTile {
   static constexpr int kPack = kPack_;
@@ -32,8 +32,8 @@ struct ColumnsTile {
 
 constexpr int kMostCluster = 16;  // CTAs
 
-// Rows in shared memory, and what the parameters of a CTA's columns take there, in the kernel for
-// clusters.
+// The rows that the kernel for clusters keeps in shared memory, and the room that the parameters of
+// a CTA's columns take there.
 template <int kPack_, int kStages_>
 struct ClusterTile {
   static constexpr int kPack = kPack_;

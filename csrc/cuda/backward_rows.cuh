@@ -1,9 +1,9 @@
-// The backward kernel of rows that fit into one CTA. It reads x and dy once, ahead of time
-// (staged_rows.cuh), and takes two passes over a row in shared memory or registers: the sums that
-// its gradient needs, and the gradient. Those of the parameters stay in registers over all rows of
-// a CTA and leave as one row of partial sums, which add_partials_kernel adds in a fixed order. No
-// atomics. Which threads hold a row is the tile's affair, integers that the plan chose. Compiled by
-// nvcc and by NVRTC; torch-free.
+// The backward kernel for rows that fit into one CTA. It reads x and dy once, ahead of time
+// (staged_rows.cuh), and takes two passes over a row in shared memory or registers: one for the
+// sums that dx needs, one for dx. The parameter gradients stay in registers over all rows of a CTA
+// and leave as one row of partial sums, which add_partials_kernel adds up in a fixed order. No
+// atomics. The tile, integers that the plan chose, says which threads hold a row. Compiled by nvcc
+// and by NVRTC; torch-free.
 #pragma once
 
 #include <type_traits>
@@ -20,7 +20,7 @@
 
 namespace fused_op::cuda {
 
-// Packs that are computed together: Words stores several in one branch.
+// Packs that are computed together, because Words stores several in one branch.
 template <typename Op, typename Tile>
 constexpr int packs_together() {
   if (!Op::Access::kStoresTogether) {
@@ -32,7 +32,7 @@ constexpr int packs_together() {
                                    : 1;
 }
 
-// What a thread does with one row after the other. Rows_: where the packs of a row are.
+// What a thread does with one row after another. Rows_ says where the packs of a row are.
 template <typename Op, typename Tile, typename Rows_ = StagedRows<Op, Tile>>
 class RowBackward {
   using Norm = typename Op::Norm;
@@ -54,8 +54,8 @@ class RowBackward {
   using Sums = ParameterSums<N, A>;
   static constexpr int kGroupBytes = Rows::kGroupBytes + Parameters::kGroupBytes;
 
-  // `shared`: of this lane's group, for parameters that do not stay in registers; they are those of
-  // `row`, and of all rows that will come.
+  // `shared` belongs to this lane's group, for parameters that do not stay in registers. They are
+  // the parameters of `row` and of all later rows.
   __device__ __forceinline__ RowBackward(const Args& args, const Rows& rows, std::uint32_t shared,
                                          const RowLane& lane, int lane_of_row, std::int64_t row)
       : args_(args),
@@ -72,7 +72,7 @@ class RowBackward {
   __device__ __forceinline__ void advance_to(std::int64_t row) { staged_.advance_to(row); }
   __device__ __forceinline__ void release() { staged_.release(); }
 
-  // What this lane has of the row's sums. Adds its terms of the parameters' gradients.
+  // This lane's share of the row's sums. Adds its terms to the parameter gradients.
   __device__ __forceinline__ PullbackSums<A> sums(std::int64_t row, const Normalizer<A>& normalizer,
                                                   Sums (&totals)[kVectors]) {
     const typename Op::Epilogue epilogue(args_, row);
@@ -87,7 +87,8 @@ class RowBackward {
         const Pack<GradOutput, N> dy = staged_.template load<1>(i);
         beside[i % kTogether] = beside_of(i);
         expand(epilogue, x, dy, i, normalizer, beside[i % kTogether], xhat, grad, totals[i]);
-        // Past the row's end is anything; what the totals gain by it is not stored.
+        // Past the end of the row, elements are arbitrary; what they add to the totals is not
+        // stored.
         const int valid = lane_.template valid<N>(i);
 #pragma unroll
         for (int j = 0; j < N; ++j) {
@@ -105,7 +106,7 @@ class RowBackward {
     return sums;
   }
 
-  // dx, and what arrives through the sum, to where gradients leave.
+  // Stores dx, with the gradient that arrives at the sum, where gradients leave.
   __device__ __forceinline__ void leave(std::int64_t row, const Normalizer<A>& normalizer,
                                         const Pullback<Norm, A>& pullback) {
     const typename Op::Epilogue epilogue(args_, row);
@@ -196,7 +197,7 @@ class RowBackward {
   A grad_[kKept][N];
 };
 
-// The sums of a row over its lanes and warps, valid in all of them. parts: [warps] in shared
+// The sums of a row over its lanes and warps, valid in all threads. parts: [warps] in shared
 // memory.
 template <typename Norm, typename Tile, typename A>
 __device__ __forceinline__ PullbackSums<A> sum_over_row(PullbackSums<A> sums,
@@ -224,7 +225,8 @@ __device__ __forceinline__ PullbackSums<A> sum_over_row(PullbackSums<A> sums,
   return sums;
 }
 
-// The first row comes into the L2 cache while the kernel before still runs, and the weight, once.
+// While the previous kernel still runs, the first row is prefetched into the L2 cache, and the
+// weight once.
 template <typename Op, typename Tile>
 __device__ __forceinline__ void prefetch_first_row(const typename Op::Args& args, std::int64_t row,
                                                    int width, const BackwardPlace& place) {
@@ -252,7 +254,7 @@ __device__ __forceinline__ void prefetch_first_row(const typename Op::Args& args
   }
 }
 
-// A team's rows one after the other, from `first_row` on.
+// The rows of a team one after another, from `first_row` on.
 template <typename Op, typename Tile>
 __device__ __forceinline__ void take_rows(
     const typename Op::Args& args, const BackwardSteps& steps, const BackwardPlace& place,
@@ -271,7 +273,7 @@ __device__ __forceinline__ void take_rows(
   };
   SavedStats<A> saved = saved_of(first_row);
   int parity = 0;
-  // Teams past the last row go along: the CTA has barriers.
+  // Teams past the last row take part, because the CTA has barriers.
   const std::int64_t last_row = last_row_of<Op>(args);
   for (std::int64_t row = first_row; row - place.team * rows_apart<Op>(args) < last_row;
        row += steps.rows) {
@@ -283,7 +285,7 @@ __device__ __forceinline__ void take_rows(
     if (live) {
       sums = backward.sums(row, normalizer, totals);
     }
-    // Two buffers in turn: one barrier a row is enough.
+    // With two buffers in turn, one barrier a row is enough.
     if constexpr (Norm::kStats > 0) {
       sums = sum_over_row<Norm, Tile>(sums, parts[parity] + place.team * place.warps, place);
     }
@@ -295,9 +297,9 @@ __device__ __forceinline__ void take_rows(
   }
 }
 
-// partials: [gridDim.x, Norm::kGrads, partials_stride(cols)], or null where the grid is one CTA,
-// whose sums are the gradients already. block: (threads of a row, rows side by side). Dynamic
-// shared memory: RowBackward::kGroupBytes for each kLanes threads.
+// partials: [gridDim.x, Norm::kGrads, partials_stride(cols)], or null if the grid is one CTA, whose
+// sums are the gradients. block: (threads of a row, rows side by side). Dynamic shared memory:
+// RowBackward::kGroupBytes for every kLanes threads.
 template <typename Op, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     backward_kernel(const __grid_constant__ typename Op::Args args,

@@ -1,5 +1,6 @@
-// How backward lays a row over threads, as integers, and how much shared memory that takes: what a
-// plan chooses from, and what backward_kernel is compiled for. Host and device; torch-free.
+// How backward spreads a row over threads, as integers, and how much shared memory that takes.
+// Plans choose from these tiles, and backward_kernel is compiled for them. Host and device;
+// torch-free.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +9,9 @@
 
 namespace fused_op::cuda {
 
-// kLanes lanes have a row, or as many whole warps as it needs; a warp has kLanes · kVectors
-// neighbouring packs of kPack elements, each lane every kLanes-th of them. Rows of one CTA lie side
-// by side.
+// A row has kLanes lanes, or as many whole warps as it needs. A warp has kLanes · kVectors
+// neighbouring packs of kPack elements; each lane has every kLanes-th of them. The rows of a CTA
+// lie side by side.
 template <int kPack_, int kLanes_, int kVectors_, int kThreads_, int kCtasPerSm_, int kStages_,
           bool kKeep_, bool kParametersStay_, int kWidth_, bool kFull_>
 struct BackwardTile {
@@ -19,18 +20,18 @@ struct BackwardTile {
   static constexpr int kVectors = kVectors_;
   static constexpr int kThreads = kThreads_;  // of a CTA, at most
   static constexpr int kCtasPerSm = kCtasPerSm_;
-  static constexpr int kStages = kStages_;  // rows of a team in shared memory, one of them at hand
-  // Whether a thread keeps x̂ and its gradient between the two passes over a row; else it reads x
-  // and dy from shared memory again.
+  static constexpr int kStages = kStages_;  // rows of a team in shared memory, with the one in use
+  // Whether a thread keeps x̂ and its gradient between the two passes over a row. Otherwise it
+  // reads x and dy from shared memory again.
   static constexpr bool kKeep = kKeep_;
   static constexpr bool kParametersStay = kParametersStay_;  // in registers; else in shared memory
   static constexpr int kWidth = kWidth_;                     // of the rows; 0: known at run time
-  static constexpr bool kFull = kFull_;  // then no lane has a pack past the end of a row
+  static constexpr bool kFull = kFull_;  // no lane has a pack past the end of a row
 
   static constexpr int kStep = kLanes * kPack;
   static constexpr int kWarpCols = kStep * kVectors;
   static constexpr int kWarps = (kWidth + kWarpCols - 1) / kWarpCols;  // of a row
-  // Packs that the last warp's last lane has inside the row, too.
+  // Packs that even the last lane of the last warp has inside the row.
   static constexpr int kSure = kFull         ? kVectors
                                : kWidth == 0 ? 0
                                              : (kWidth - (kWarps - 1) * kWarpCols) / kStep;
@@ -38,39 +39,41 @@ struct BackwardTile {
   static_assert(kStages == 2 || kStages == 3);
 };
 
-// From one row of a team to its next one, made by the launch: kernel parameters take no
+// The steps from one row of a team to its next, computed by the launch: kernel parameters take no
 // registers.
 struct BackwardSteps {
   std::int64_t rows;
-  std::int64_t ahead;     // rows from that at hand to that to copy: stages - 1 steps
+  std::int64_t ahead;     // rows from the one in use to the one to copy: stages - 1 steps
   std::int64_t bytes[3];  // in x, dy and the gradient of the sum
-  // Rows before this one end a block of 16 bytes, or more, before their tensors do.
+  // Rows before this one end at least a block of 16 bytes before their tensors do.
   std::int64_t whole_rows;
 };
 
-// Bytes of shared memory in which a group of lanes (those of a row that share a warp) has a row of
-// one stream, of elements of `size` bytes. By words, rows keep their shift against blocks of 16
-// bytes; all but the longest, which have no room for that, begin at multiples of 128 bytes.
+// The shared memory, in bytes, that a group of lanes (those of a row that share a warp) needs for
+// one row of a stream whose elements have `size` bytes. By words, rows keep their shift against
+// blocks of 16 bytes. All but the longest, which have no room for that, begin at multiples of 128
+// bytes.
 FUSED_OP_HD constexpr int staged_bytes(bool by_words, int pack, int lanes, int vectors, int size) {
   const int bytes = lanes * vectors * pack * size;
   const int blocks = by_words && bytes < 2048 ? (lanes < 8 ? lanes : 8) : 1;
   const int unit = blocks * kVectorBytes;
   return (bytes + (by_words ? kVectorBytes : 0) + unit - 1) / unit * unit;
 }
-// The same of the parameters that do not stay in registers, of `size` bytes a pack.
+// The same for parameters that do not stay in registers, with `size` bytes a pack.
 FUSED_OP_HD constexpr int parameter_bytes(int lanes, int vectors, int size) {
   return lanes * ((vectors * size + kVectorBytes - 1) / kVectorBytes * kVectorBytes);
 }
 
-// Threads that have neighbouring columns of a slab, in backward_few_kernel.
+// Threads with neighbouring columns of a slab, in backward_few_kernel.
 constexpr int kSlabLanes = 8;
 
-// Where add_partials_kernel puts the gradients of weight and bias; null: not wanted.
+// Where add_partials_kernel stores the gradients of weight and bias; null: not wanted.
 struct PartialsTargets {
   void* data[2];
-  bool add;  // they are f32, and are added to
+  bool add;  // add to the targets, which are f32
 };
-// Its block. A thread adds up a vector of columns, of every kPartialsRows-th row.
+// The block of add_partials_kernel. A thread adds up a vector of columns over every
+// kPartialsRows-th row.
 constexpr int kPartialsLanes = 8;
 constexpr int kPartialsRows = 16;
 

@@ -6,7 +6,8 @@
 namespace fused_op::cuda {
 namespace {
 
-// Where tensors of a call lie that are not there: a multiple of all that a kernel asks for.
+// An address for the tensors of a call, which do not exist: a multiple of every alignment that a
+// kernel needs.
 void* somewhere(std::uintptr_t offset) { return reinterpret_cast<void*>(4096 + offset); }
 
 ConstRows rows_of(DType dtype, std::int64_t cols, bool aligned) {
@@ -135,7 +136,7 @@ CallPlan plan_of(const BackwardSpec& spec, const BackwardLongPlan& plan) {
                  {"clusters", plan.clusters},
                  {"cluster_partials_bytes", plan.cluster_partials_bytes}},
                 {}};
-  if (plan.cluster > 0) {  // and the other two where a launch finds no place for a cluster
+  if (plan.cluster > 0) {  // the other two run if a launch finds no room for a cluster
     add(call, kClusterHeader, cluster_kernel_name(spec, plan));
   }
   add(call, kColumnsHeader, row_sums_kernel_name(spec, plan));

@@ -1,5 +1,5 @@
-// What a call would launch, said without a GPU and without its tensors: for `python -m fused_op
-// plan` and `compile`, and the tests. Decided by the functions that the launches ask. Host code
+// What a call would launch, without a GPU and without its tensors, for `python -m fused_op plan`
+// and `compile` and for the tests. The functions that decide are those of the launches. Host code
 // without CUDA or torch.
 #pragma once
 
@@ -14,8 +14,8 @@
 
 namespace fused_op::cuda {
 
-// A call of an op, forward or backward. All gradients are wanted; with a residual, one arrives
-// through the sum.
+// A call of an op, forward or backward. All gradients are wanted. With a residual, a gradient
+// arrives at the sum.
 struct CallShape {
   NormKind norm = NormKind::kLayerNorm;
   bool backward = false;
@@ -23,19 +23,19 @@ struct CallShape {
   std::int64_t cols = 0;
   DType input = DType::kFloat32;
   DType residual = DType::kFloat32;
-  DType sum = DType::kFloat32;  // of what is normalised: that of the input without a residual
+  DType sum = DType::kFloat32;  // of the values that are normalised: the input's without a residual
   DType parameters = DType::kFloat32;
   DType output = DType::kFloat32;
   bool adds = false;
   bool dropout = false;
   bool memory_efficient = false;  // backward reads the output
   Rounding rounding = Rounding::kOnce;
-  bool aligned = true;  // the input begins where vectors may
+  bool aligned = true;  // the input begins at an address of whole vectors
 };
 
 struct PlannedKernel {
   KernelSource source;
-  bool core;  // it was compiled with the extension
+  bool core;  // compiled with the extension
 };
 struct CallPlan {
   std::vector<std::pair<std::string, std::int64_t>> integers;  // of its plan, by name

@@ -1,7 +1,7 @@
-// How the CTAs of a cluster (sm_90) share small values of a row: each value is written into the
-// shared memory of every CTA, and with it counts down a barrier there, which the CTA's own threads
-// wait at. No barrier of the whole cluster is in the way, which costs a fence of all memory
-// (MEMBAR.ALL.GPU): H200, bf16, us, with one and so, 5.1 3.5 at 8x65536, 9.0 5.9 at 1x262144. PTX
+// How the CTAs of a cluster (sm_90) share small values of a row. Each value is written into the
+// shared memory of every CTA and counts down a barrier there, at which the CTA's own threads wait.
+// This avoids a barrier of the whole cluster, which costs a fence of all memory (MEMBAR.ALL.GPU):
+// H200, bf16, us with such a barrier and this way: 5.1 3.5 at 8x65536, 9.0 5.9 at 1x262144. PTX
 // ISA: mbarrier, st.async. Torch-free.
 #pragma once
 
@@ -10,9 +10,9 @@
 
 namespace fused_op::cuda {
 
-// Barriers in shared memory (mbarrier). Each opens when as many bytes have been written that signal
-// it as expect_bytes() announced, its one arrival. A thread makes its barriers and publishes them
-// before any other thread uses them.
+// Barriers in shared memory (mbarrier). Each opens when the bytes that expect_bytes() announced,
+// its one arrival, have been written. A thread makes its barriers and publishes them before any
+// other thread uses them.
 __device__ __forceinline__ void make_barrier(std::uint32_t barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
@@ -57,10 +57,10 @@ __device__ __forceinline__ std::uint32_t of_cta(const void* pointer, int rank) {
   return mapped;
 }
 
-// The values of the rows that a cluster takes in turn. Those of a row have a slot, and every
-// kSlots-th row the same one. With four slots a warp may send its value of row n + 1 before it
-// awaits row n: when it sends that of row n + 4, it has had row n + 2, for which all warps sent
-// theirs after they had read row n.
+// The values of the rows that a cluster takes in turn. The values of a row have a slot, and every
+// kSlots-th row has the same one. With four slots, a warp may send its value of row n + 1 before it
+// awaits row n: when it sends that of row n + 4, it has received row n + 2, for which all warps
+// sent theirs after they had read row n.
 template <typename Value, int kSlots>
 struct ClusterExchange {
   Value* values;            // [kSlots, per_row], at the same place in every CTA

@@ -23,8 +23,8 @@ constexpr std::array kOptions = {
 
 // --- NVRTC ---------------------------------------------------------------------------------------
 
-// From nvrtc.h, which a machine without a toolkit lacks. nvrtcProgram is a pointer, nvrtcResult an
-// enum.
+// Declared here, because a machine without a toolkit lacks nvrtc.h. nvrtcProgram is a pointer,
+// nvrtcResult an enum.
 using Program = void*;
 struct Nvrtc {
   int (*version)(int* major, int* minor);
@@ -45,7 +45,7 @@ struct Nvrtc {
   int (*ptx)(Program, char*);
 
   std::string identity;
-  std::string why_not = {};  // a clause; empty if all functions are there
+  std::string why_not = {};  // a clause; empty if all functions were found
 };
 
 template <typename Function>
@@ -96,7 +96,7 @@ std::string hex(std::string_view bytes) {
   return digits;
 }
 
-// The build id among the notes of a segment; empty if it has none.
+// The build id in the notes of a segment; empty if there is none.
 std::string build_id_in(std::string_view notes, std::size_t alignment) {
   const auto padded = [&](std::size_t size) {
     return (size + alignment - 1) / alignment * alignment;
@@ -117,8 +117,8 @@ std::string build_id_in(std::string_view notes, std::size_t alignment) {
   return {};
 }
 
-// The linker's build id of the library that holds `address`. Patch releases of NVRTC share a
-// version number and generate different code.
+// The linker's build id of the library that contains `address`. Patch releases of NVRTC share a
+// version number but generate different code.
 std::string build_id(const void* address) {
   struct Search {
     std::uintptr_t address;
@@ -146,8 +146,8 @@ std::string build_id(const void* address) {
 // --- The library of this process
 // ------------------------------------------------------------------
 
-// The NVRTC of the CUDA that this module was built for. No path is searched: libtorch_cuda.so is
-// linked with NVRTC and has loaded it.
+// The NVRTC of the CUDA version that this module was built for. No path is searched:
+// libtorch_cuda.so is linked with NVRTC and has loaded it.
 void load(Nvrtc& nvrtc) {
   const std::string_view version = FUSED_OP_CUDA_VERSION;
   const std::string name = "libnvrtc.so." + std::string(version.substr(0, version.find('.')));
@@ -165,13 +165,13 @@ void load(Nvrtc& nvrtc) {
   }
 }
 
-// Held while NVRTC is loaded or compiles. Another thread that forks waits for it, so that the child
-// finds NVRTC, and this mutex, as no thread uses them.
+// Held while NVRTC is loaded or compiles. A thread that forks waits for it, so the child finds
+// NVRTC and this mutex unused.
 constinit std::mutex nvrtc_mutex;
 [[maybe_unused]] const int fork_handler_status = pthread_atfork(
     [] { nvrtc_mutex.lock(); }, [] { nvrtc_mutex.unlock(); }, [] { nvrtc_mutex.unlock(); });
 
-// Needs nvrtc_mutex. Never unloaded: at exit, the order would be anyone's guess.
+// Needs nvrtc_mutex. Never unloaded: the order of destruction at exit is unknown.
 const Nvrtc& loaded_nvrtc() {
   static Nvrtc* loaded = nullptr;
   if (loaded == nullptr) {
@@ -191,7 +191,7 @@ void check(const Nvrtc& nvrtc, int result, const char* what) {
   }
 }
 
-// "sm_90", or "compute_90" where the newest GPU that NVRTC knows is older than this one.
+// "sm_90", or "compute_90" if this GPU is newer than any that NVRTC knows.
 std::string target_of(const Nvrtc& nvrtc, int arch) {
   int count = 0;
   check(nvrtc, nvrtc.supported_arch_count(&count), "list its targets");
@@ -244,7 +244,7 @@ class OwnedProgram {
     if (size > 0) {
       nvrtc_.log(program_, text.data());
     }
-    return text.c_str();  // without the zero that NVRTC counts
+    return text.c_str();  // without the terminating zero, which NVRTC counts
   }
 
   std::string code(bool is_cubin) const {

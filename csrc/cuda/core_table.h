@@ -1,6 +1,6 @@
-// The core table: the kernels that are compiled with the extension, for the calls that most models
-// make, which then need no compiler at run time. Each takes rows of any width that fills its tile;
-// its bits are those of the kernel that is compiled for one width. Host code without torch.
+// The core table: kernels that are compiled with the extension, for the calls that most models
+// make. These calls need no compiler at run time. A kernel takes rows of any width that fills its
+// tile, and gives the bits of a kernel compiled for that width. Host code without torch.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 
 namespace fused_op::cuda {
 
-// Whether the table has the kernels of a norm. Of those whose x̂ is rounded before the weight, it
-// has what most language models call.
+// Whether the table has the kernels of a norm. With x̂ rounded before the weight, it has what most
+// language models call.
 constexpr bool core_has(NormKind norm, bool rounds_first, DType row, DType parameters) {
   return (norm == NormKind::kLayerNorm || norm == NormKind::kRmsNorm) &&
          (!rounds_first ||
@@ -31,7 +31,8 @@ constexpr CoreForwardTile kCoreForwardTiles[] = {
 };
 constexpr int kCoreForwardCount = static_cast<int>(std::size(kCoreForwardTiles));
 
-// What of a plan the tile decides. `more`: with a residual; `wide`: parameters wider than the rows.
+// The part of a plan that follows from the tile. `more`: with a residual; `wide`: parameters wider
+// than the rows.
 constexpr ForwardPlan core_forward_plan(int tile, bool more, bool wide) {
   const CoreForwardTile& of = kCoreForwardTiles[tile];
   ForwardPlan plan{};
@@ -41,8 +42,8 @@ constexpr ForwardPlan core_forward_plan(int tile, bool more, bool wide) {
   plan.few = of.few;
   plan.ahead = of.few ? of.vectors : of.vectors == 2 || wide ? 1 : 2;
   plan.most_threads = of.lanes < 32 ? 128 : 512;
-  // H200, bf16 with a residual, share of copy with 1024 and with 768 threads of an SM: 0.98 1.00
-  // at 16384x4096, RMSNorm.
+  // H200, bf16 with a residual, RMSNorm, share of copy with 1024 and with 768 threads on an SM:
+  // 0.98 1.00 at 16384x4096.
   const int sm_threads = of.vectors == 2 ? (more || wide ? 1024 : 1536) : more ? 768 : 1024;
   plan.ctas_per_sm = of.few ? 1 : std::max(sm_threads / plan.most_threads, 1);
   return plan;
@@ -58,10 +59,10 @@ constexpr CoreBackwardTile kCoreBackwardTiles[] = {
     {8, 1, 3}, {16, 1, 3}, {32, 1, 3}, {32, 2, 2}, {32, 2, 3},
 };
 constexpr int kCoreBackwardCount = static_cast<int>(std::size(kCoreBackwardTiles));
-constexpr int kFirstWithSum = 3;  // of the tiles that take the gradient of a sum, too
+constexpr int kFirstWithSum = 3;  // the first tile that also takes the gradient of a sum
 
-// What of a plan the tile decides, for elements of `size` bytes. `adds`: with the gradient of a
-// sum.
+// The part of a plan that follows from the tile, for elements of `size` bytes. `adds`: with the
+// gradient of a sum.
 constexpr BackwardPlan core_backward_plan(int tile, int size, bool adds) {
   const CoreBackwardTile& of = kCoreBackwardTiles[tile];
   BackwardPlan plan{};
@@ -77,8 +78,8 @@ constexpr BackwardPlan core_backward_plan(int tile, int size, bool adds) {
   return plan;
 }
 
-// The kernel of a plan with `core` set, and the one that adds partial sums, for cudaGetKernel.
-// Null: the table does not have it, and NVRTC compiles it.
+// The kernel of a plan with `core` set, and the kernel that adds partial sums, for cudaGetKernel.
+// Null if the table does not have it; then NVRTC compiles it.
 #ifndef FUSED_OP_NO_CORE_TABLE
 constexpr bool kHasCoreTable = true;
 const void* core_forward(const ForwardSpec& spec, const ForwardPlan& plan);
@@ -91,7 +92,7 @@ inline const void* core_backward(const BackwardSpec&, const BackwardPlan&) { ret
 inline const void* core_partials(const BackwardSpec&) { return nullptr; }
 #endif
 
-// The same of one pair of element types, of rows and of parameters (core_*.cu).
+// The same for one pair of element types, of rows and of parameters (core_*.cu).
 template <typename X, typename W, bool kRoundsFirst = false>
 const void* core_forward_of(NormKind norm, bool adds, int tile);
 template <typename X, typename W, bool kRoundsFirst = false>

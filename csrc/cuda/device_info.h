@@ -1,5 +1,5 @@
-// What plans and launches know of a GPU, as plain integers. Host code without CUDA or torch, so
-// that layouts can be checked for GPUs that are not there.
+// What plans and launches know about a GPU, as plain integers. Host code without CUDA or torch, so
+// that layouts can be checked for GPUs that are not present.
 #pragma once
 
 namespace fused_op::cuda {
@@ -9,16 +9,16 @@ constexpr int kMaxDevices = 64;
 struct DeviceInfo {
   int index;
   int multiprocessors;
-  int shared_bytes;  // of one CTA, opted in
+  int shared_bytes;  // of one CTA, the opt-in limit
   bool sm_90;        // or newer: clusters, programmatic dependent launch
   int max_cluster;   // CTAs of a cluster; 0 before sm_90
   int arch = 0;      // ten times the compute capability: 90 for 9.0
 };
 
-// What follows from the compute capability, which `arch` is ten times.
+// Follows from `arch`, ten times the compute capability.
 constexpr int max_cluster_of(int arch) { return arch < 90 ? 0 : arch < 110 ? 16 : 8; }
 
-// Shared memory that a CTA may ask for at its launch: less what its kernel declares.
+// The shared memory that a launch may request for a CTA: the limit less what the kernel declares.
 constexpr int most_dynamic_shared(const DeviceInfo& device) { return device.shared_bytes - 1024; }
 
 }  // namespace fused_op::cuda

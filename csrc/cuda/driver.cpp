@@ -38,8 +38,8 @@ void load(Driver& driver) {
 }  // namespace
 
 const Driver& cuda_driver() {
-  // Not a static local: a child that is forked while another thread initialises one waits forever.
-  // Two threads may both load it, with the same result.
+  // Not a static local: a child forked while another thread initialises one would wait forever. Two
+  // threads may both load the driver, with the same result.
   static constinit std::atomic<const Driver*> loaded{nullptr};
   const Driver* known = loaded.load(std::memory_order_acquire);
   if (known == nullptr) {

@@ -1,4 +1,4 @@
-// The functions of the CUDA driver that load kernels. Host code, included by kernels.cpp alone.
+// The functions of the CUDA driver that load kernels. Host code, included only by kernels.cpp.
 #pragma once
 
 #include <cuda.h>
@@ -7,8 +7,8 @@
 
 namespace fused_op::cuda {
 
-// Found by dlsym: a module that is linked with libcuda cannot be imported on a machine without a
-// driver. The runtime's functions that load a library came with CUDA 12.8, these with 12.0.
+// Found by dlsym: a module linked with libcuda cannot be imported on a machine without a driver.
+// The runtime has functions that load a library since CUDA 12.8, the driver since 12.0.
 struct Driver {
   decltype(&cuCtxGetCurrent) context;
   decltype(&cuCtxSetCurrent) set_context;
@@ -24,7 +24,7 @@ struct Driver {
   decltype(&cuKernelSetAttribute) set_attribute;
   decltype(&cuOccupancyMaxActiveClusters) active_clusters;
 
-  std::string why_not = {};  // a clause; empty if all functions are there
+  std::string why_not = {};  // a clause; empty if all functions were found
 };
 
 // The driver of this process, loaded at the first call. Thread-safe.

@@ -1,5 +1,5 @@
-// What the plans of forward and its kernels agree on, beside the arguments of tiles. Host and
-// device; torch-free.
+// Constants that the plans of forward and its kernels share, other than the arguments of tiles.
+// Host and device; torch-free.
 #pragma once
 
 namespace fused_op::cuda {
@@ -7,13 +7,13 @@ namespace fused_op::cuda {
 constexpr int kMaxRowWarps = 16;   // of a row in forward_kernel
 constexpr int kFlatThreads = 256;  // of a CTA of forward_flat_kernel
 
-// Moments of a long row's parts that are exchanged. (16 CTAs of 16 warps.) Parts that many apart
-// share one.
+// How many moments of a long row's parts are exchanged. (16 CTAs of 16 warps.) Parts at this
+// distance from each other share one.
 constexpr int kMaxSlots = 256;
 
 // Long rows in turn:
 constexpr int kInTurnStages = 4;      // rows in shared memory
-constexpr int kInTurnSlots = 4;       // rows whose moments are on their way
-constexpr int kInTurnOwn = 18 << 10;  // bytes of shared memory for these, and barriers
+constexpr int kInTurnSlots = 4;       // rows whose moments are being exchanged
+constexpr int kInTurnOwn = 18 << 10;  // bytes of shared memory for those, and for barriers
 
 }  // namespace fused_op::cuda

@@ -1,7 +1,6 @@
-// The forward of two norms with an addition between them: forward_kernel of forward_rows.cuh with
-// another beginning. What is loaded as the branch is normalised before it is added, in the
-// registers that it came to: that takes one reduction more. Compiled by nvcc and by NVRTC;
-// torch-free.
+// The forward of two norms with an addition between them: forward_kernel of forward_rows.cuh with a
+// different beginning. The branch is normalised in the registers that it was loaded into, before it
+// is added. That takes one more reduction. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +10,7 @@
 
 namespace fused_op::cuda {
 
-// Both are ForwardOps: Pre adds a residual to what Post, of the same rows, leaves.
+// Post and Pre are both ForwardOp: Pre adds a residual to the output of Post for the same rows.
 template <typename Post, typename Pre>
 struct PostAddPreOp : Pre {
   using Args = PostAddPreForwardArgs;
@@ -22,7 +21,7 @@ struct PostAddPreOp : Pre {
   static_assert(std::is_same_v<X, typename Post::Epilogue::Output>);
   static_assert(std::is_same_v<X, typename Pre::Source::Row>, "one deal of the elements to lanes");
 
-  // The branch in the place of the input.
+  // The branch takes the place of the input.
   template <typename Tile, typename Lane, typename Loaded>
   __device__ __forceinline__ static void prepare(const Args& args, const ForwardPlace& place,
                                                  const Lane& lane, Loaded& loaded) {
@@ -41,7 +40,7 @@ struct PostAddPreOp : Pre {
   }
 
  private:
-  // As forward_kernel takes them, so that they have the bits of the norm alone.
+  // Called like the members of forward_kernel's ops, so that the bits are those of the norm alone.
   template <typename Tile, typename Lane, int N, int kVectors>
   __device__ __forceinline__ static Moments<A> moments_of(const ForwardPlace& place,
                                                           const Lane& lane,
@@ -96,8 +95,8 @@ struct PostAddPreOp : Pre {
     }
   }
 
-  // Of a row that went by way of memory, both parts anew, so that no register is kept meanwhile:
-  // the branch lies where the sum will be.
+  // For a row that goes through memory. Loads both parts again, so that no register is kept
+  // meanwhile; the branch lies where the sum will be.
   template <typename Tile, typename Lane, typename Loaded>
   __device__ __forceinline__ static void load_written(const Args& args, const ForwardPlace& place,
                                                       const Lane& lane, Loaded& loaded) {
@@ -107,12 +106,12 @@ struct PostAddPreOp : Pre {
       __syncwarp();
     }
     typename Pre::Source source(args, place.row);
-    source.input = place.live ? source.sum : source.input;  // whose row another warp may have
+    source.input = place.live ? source.sum : source.input;  // another warp may have that row
     source.template load<typename Pre::Access>(lane, loaded);
   }
 };
 
-// The sum alone.
+// If only the sum is wanted.
 template <typename Post, typename Pre>
 struct PostAddOp : PostAddPreOp<Post, Pre> {
   static constexpr bool kSumIsAll = true;

@@ -1,6 +1,6 @@
-// A forward whose rows end in 8 bits: forward_kernel of forward_rows.cuh with another end. The row
-// is there in registers as it is rounded; its largest magnitude, or that of each 128 columns, takes
-// one reduction more. Maxima are exact in any order. Compiled by nvcc and by NVRTC; torch-free.
+// A forward whose rows end in 8 bits: forward_kernel of forward_rows.cuh with a different end. The
+// rounded row is in registers; its largest magnitude, or that of every 128 columns, takes one more
+// reduction. Maxima are exact in any order. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include "cuda/forward_rows.cuh"
@@ -8,7 +8,7 @@
 
 namespace fused_op::cuda {
 
-// A row of which a lane has the packs as they are rounded.
+// A row of which a lane holds the rounded packs.
 template <typename As, typename Tile, typename Lane, typename Y>
 struct QuantizedRow {
   static constexpr int N = Tile::kPack;
@@ -92,7 +92,7 @@ struct QuantizedRow {
   }
 };
 
-// ForwardOp with that end; As is a QuantizeAs.
+// A ForwardOp with that end; As is a QuantizeAs.
 template <typename Op_, typename As>
 struct QuantizedOp : Op_ {
   using Args = QuantizedForwardArgs;

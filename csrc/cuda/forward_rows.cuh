@@ -1,7 +1,7 @@
-// The forward kernel of rows that fit into the registers of one CTA. A row is read once and stays
-// in registers, packed as it came; its moments take two passes over the registers; then it is
-// normalised and stored. Which threads hold a row is the tile's affair, integers that the plan
-// chose (plan.h). Compiled by nvcc and by NVRTC; torch-free.
+// The forward kernel for rows that fit into the registers of one CTA. A row is read once and stays
+// in registers, packed as it came. Its moments take two passes over the registers; then it is
+// normalised and stored. The tile, integers that the plan chose (plan.h), says which threads hold a
+// row. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include "core/epilogue.h"
@@ -22,8 +22,9 @@ constexpr int kMostSmThreads = 1024;
 constexpr int kMostSmThreads = 1536;
 #endif
 
-// How a row lies over threads. kLanes lanes have it, or as many whole warps as it needs; a warp has
-// kLanes · kVectors neighbouring packs of kPack elements, each lane every kLanes-th of them.
+// How a row is spread over threads. It has kLanes lanes, or as many whole warps as it needs. A warp
+// has kLanes · kVectors neighbouring packs of kPack elements; each lane has every kLanes-th of
+// them.
 template <int kPack_, int kLanes_, int kVectors_, int kAhead_, bool kFew_, int kThreads_,
           int kCtasPerSm_, int kWidth_, bool kFull_>
 struct ForwardTile {
@@ -48,8 +49,9 @@ struct ForwardTile {
   static constexpr bool kOneWarp = kLanes < kWarpSize || kWarps == 1;  // known at compile time
 };
 
-// Calls add(x · scale - from, total) for a lane's elements, in one short chain of sums a pack: a
-// long one lets the scheduler unpack the whole row ahead of it, in twice the registers.
+// Calls add(x · scale - from, total) for a lane's elements, in one short chain of sums for each
+// pack. A long chain would let the scheduler unpack the whole row ahead of it, in twice the
+// registers.
 template <bool kWhole, typename Lane, typename T, int N, int kVectors, typename A, typename Add>
 __device__ __forceinline__ A sum_deviations(const Lane& lane, const Pack<T, N> (&row)[kVectors],
                                             A scale, A from, Add&& add) {
@@ -69,9 +71,9 @@ __device__ __forceinline__ A sum_deviations(const Lane& lane, const Pack<T, N> (
   return total;
 }
 
-// Moments of `count` elements that kLanes neighbouring lanes hold, valid in every lane; `refined`
-// takes another pass for the mean. Two passes over registers, not E[x²] - E[x]²: nothing cancels
-// where |mean| >> deviation.
+// The moments of `count` elements held by kLanes neighbouring lanes, valid in every lane. `refined`
+// takes another pass for the mean. Two passes over registers instead of E[x²] - E[x]²: nothing
+// cancels if |mean| >> deviation.
 template <typename Norm, bool kWhole, int kLanes, typename Lane, typename T, int N, int kVectors,
           typename A>
 __device__ __forceinline__ Moments<A> moments_of_lanes(const Lane& lane,
@@ -99,7 +101,7 @@ __device__ __forceinline__ Moments<A> moments_of_lanes(const Lane& lane,
   return moments;
 }
 
-// Where a thread stands.
+// The position of a thread.
 struct ForwardPlace {
   std::int64_t row;  // of lanes past the last row: another one
   bool live;         // false in those lanes
@@ -108,8 +110,8 @@ struct ForwardPlace {
   int warps;  // of the row
 };
 
-// Rows that share a warp are as many rows apart as there are warps, an even number: of dense rows
-// all begin in the middle of a word, or none.
+// Rows that share a warp are as many rows apart as there are warps, an even number. If rows are
+// dense, all of them begin in the middle of a word, or none does.
 template <typename Tile>
 __device__ __forceinline__ ForwardPlace place_of(const NormForwardArgs& args, int width) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -142,7 +144,7 @@ __device__ __forceinline__ Normalizer<A> normalizer_of(const NormForwardArgs& ar
   return normalizer;
 }
 
-// A row element by element, where its moments have to be taken again: slow, and rare.
+// Computes the moments of a row again, element by element: slow, and rare.
 template <typename Op, typename Tile, typename A>
 struct Rescue {
   using Norm = typename Op::Norm;
@@ -156,7 +158,8 @@ struct Rescue {
   CtaExchange<A> exchange;
 
   __device__ OneVector lane_of(int i) const {
-    // Lanes past the last row load nothing: another warp has that row, and may not have stored it.
+    // Lanes past the last row load nothing: that row belongs to another warp, which may not have
+    // stored it yet.
     return {place.warp * Tile::kWarpCols + place.lane * N + i * Tile::kStep, place.live ? width : 0,
             place.live};
   }
@@ -164,7 +167,7 @@ struct Rescue {
     const typename Op::Source source(args, place.row);
     source.template read<Words>(lane, pack);
   }
-  // With the mean refined, of elements times `scale`.
+  // With a refined mean, of elements times `scale`.
   __device__ Moments<A> moments(A scale) const {
     WarpMoments<A> mine{};
 #pragma unroll 1
@@ -180,7 +183,7 @@ struct Rescue {
     if (place.warps == 1) {
       return mine.moments;
     }
-    exchange.barrier();  // read by all before it is written again
+    exchange.barrier();  // all have read before it is written again
     exchange.put(place.warp, mine);
     exchange.barrier();
     return merge_parts<Norm::kCentered, kMaxRowWarps>(exchange.parts, place.warps,
@@ -214,9 +217,10 @@ struct Rescue {
   }
 };
 
-// The rest of the kernel for a warp with a row whose moments are not trusted(): a function of its
-// own that ends the kernel, so that the common path pays neither registers nor length for it. It
-// finds its place anew: a reference to the kernel's would put that on the stack of every thread.
+// The rest of the kernel for a warp with a row whose moments are not trusted(). A function of its
+// own, which ends the kernel, so that the common path pays neither registers nor length for it. It
+// computes its place again: a reference to the kernel's would put that on the stack of every
+// thread.
 template <typename Op, typename Tile, typename A>
 __device__ __noinline__ void finish_untrusted(const typename Op::Args& args, int width,
                                               Moments<A> moments, WarpMoments<A>* parts) {
@@ -287,7 +291,7 @@ __device__ __forceinline__ void write_row(
 
 // What a kernel computes, and where a row goes once its normaliser is known: write() has it in
 // registers, write_again() has to read it once more. prepare() may change what was loaded before
-// the source makes a row of it.
+// the source turns it into a row.
 template <typename Norm_, typename Source_, typename Epilogue_, typename Access_>
 struct ForwardOp {
   using Args = typename Epilogue_::Args;
@@ -295,7 +299,7 @@ struct ForwardOp {
   using Source = Source_;
   using Epilogue = Epilogue_;
   using Access = Access_;
-  static constexpr bool kSumIsAll = false;  // what the source stores; then nothing else is
+  static constexpr bool kSumIsAll = false;  // only what the source stores is wanted
 
   template <typename Tile, typename Lane, typename Loaded>
   __device__ __forceinline__ static void prepare(const Args&, const ForwardPlace&, const Lane&,

@@ -1,12 +1,12 @@
-// The core table: which kernel of those that are compiled with the extension, in core_*.cu, is a
-// plan's. The kernels themselves, in the order to read them in: fused_op_kernel.cuh. Torch-free.
+// The core table: finds the kernel of a plan among those compiled with the extension, in core_*.cu.
+// The kernels themselves, in reading order: fused_op_kernel.cuh. Torch-free.
 #include "core/pack.h"
 #include "cuda/core_table.h"
 
 namespace fused_op::cuda {
 namespace {
 
-// Calls `function` with the types of rows and parameters, which the table has.
+// Calls `function` with the types of rows and parameters, which are in the table.
 template <typename Function>
 const void* with_types(DType row, DType parameters, Function&& function) {
   const bool same = row == parameters;

@@ -1,41 +1,41 @@
 // The kernels, in reading order:
 //
-//   dependent_launch.cuh how a kernel waits for those before it
-//   memory.cuh           the instructions by which words are read and written
-//   access.cuh           how packs of a row move, by vectors or by words
-//   row_sum.cuh          sums over the threads of a row
-//   forward_layout.h     what plans and kernels of forward agree on
-//   forward_rows.cuh     forward_kernel
-//   forward_post_add_pre.cuh the same, of a sum that a norm goes into
-//   forward_flat.cuh     forward_flat_kernel: rows no longer than a vector
-//   quantize_pack.cuh    packs of an output to 8 bits, by quantized_plan.h
-//   forward_quantized.cuh forward_kernel with an output in 8 bits
-//   quantize_rows.cuh    quantize_rows_kernel, for outputs that are in memory
-//   long_rows.cuh        the parts of a row that is longer than a CTA's registers
-//   cluster_exchange.cuh how the CTAs of a cluster share sums
-//   forward_cluster.cuh  forward_cluster_kernel: a cluster has a row
-//   forward_in_turn.cuh  forward_in_turn_kernel: many of them in turn
-//   forward_streamed.cuh forward_streamed_kernel: rows of any length
-//   backward_tile.h      how backward lays a row over threads
-//   staged_rows.cuh      how it reads rows ahead
-//   backward_op.cuh      what it computes of one pack
-//   column_sums.cuh      how the parameters' gradients leave its CTAs
-//   backward_rows.cuh    backward_kernel
-//   backward_few.cuh     backward_few_kernel: few rows
-//   backward_long.h      how rows longer than a CTA are cut up
-//   backward_columns.cuh two kernels for them
-//   backward_cluster.cuh one for many of them
-//   add_partials.cuh     add_partials_kernel, the last step of the parameter gradients
+//   dependent_launch.cuh      how a kernel waits for those before it
+//   memory.cuh                the instructions that read and write words
+//   access.cuh                how packs of a row move, by vectors or by words
+//   row_sum.cuh               sums over the threads of a row
+//   forward_layout.h          constants that plans and kernels of forward share
+//   forward_rows.cuh          forward_kernel
+//   forward_post_add_pre.cuh  the same, with a norm and an addition before it
+//   forward_flat.cuh          forward_flat_kernel: rows no longer than a vector
+//   quantize_pack.cuh         packs of an output to 8 bits, by quantized_plan.h
+//   forward_quantized.cuh     forward_kernel with an output in 8 bits
+//   quantize_rows.cuh         quantize_rows_kernel, for outputs in memory
+//   long_rows.cuh             the parts of a row that is too long for a CTA's registers
+//   cluster_exchange.cuh      how the CTAs of a cluster share sums
+//   forward_cluster.cuh       forward_cluster_kernel: one row for each cluster
+//   forward_in_turn.cuh       forward_in_turn_kernel: many rows for each cluster
+//   forward_streamed.cuh      forward_streamed_kernel: rows of any length
+//   backward_tile.h           how backward spreads a row over threads
+//   staged_rows.cuh           how it reads rows ahead
+//   backward_op.cuh           what it computes for one pack
+//   column_sums.cuh           how the parameter gradients leave its CTAs
+//   backward_rows.cuh         backward_kernel
+//   backward_few.cuh          backward_few_kernel: few rows
+//   backward_long.h           how rows longer than a CTA are cut up
+//   backward_columns.cuh      two kernels for them
+//   backward_cluster.cuh      one kernel for many of them
+//   add_partials.cuh          add_partials_kernel, the last step of the parameter gradients
 //
 // Their launches, on the host:
 //
-//   plan.h               how a call lies over the GPU, as integers: plan.cpp, plan_*.cpp
-//   core_table.h         the kernels that are compiled with the extension: fused_op_kernel.cu
-//   kernels.h            where all others come from: the package, a cache, or compile.cpp
-//   launch.h             launch_forward.cpp, launch_quantized.cpp, launch_post_add_pre.cpp,
-//                        launch_backward.cpp, launch_backward_long.cpp
+//   plan.h                    how a call is spread over the GPU: plan.cpp, plan_*.cpp
+//   core_table.h              the kernels compiled with the extension: fused_op_kernel.cu
+//   kernels.h                 where all others come from: the package, a cache, or compile.cpp
+//   launch.h                  launch_forward.cpp, launch_quantized.cpp, launch_post_add_pre.cpp,
+//                             launch_backward.cpp, launch_backward_long.cpp
 //
-// The formulas are in core/norm_math.h; what a row is made of, and what becomes of it, in
+// The formulas are in core/norm_math.h. Where a row comes from and what happens to it are in
 // core/source.h and core/epilogue.h. All torch-free.
 #pragma once
 

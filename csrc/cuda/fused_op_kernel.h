@@ -1,6 +1,6 @@
-// The CUDA backend's door: raw pointers and a stream in, an error code out. Torch-free, so that
-// plain nvcc compiles everything behind it. The caller has set the device; nothing here
-// synchronises, allocates or sets it.
+// The entry of the CUDA backend: raw pointers and a stream in, an error code out. Torch-free, so
+// plain nvcc compiles everything behind it. The caller sets the device. Nothing here synchronises,
+// allocates or changes the device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,17 +15,17 @@
 
 namespace fused_op::cuda {
 
-// rows > 0 and cols > 0. Pointers are at least element-aligned. With a variant, `args` are the base
-// of its own.
+// rows > 0 and cols > 0. Pointers are at least element-aligned. With a variant, `args` is the base
+// of the variant's own arguments.
 cudaError_t norm_forward(const NormForwardArgs& args, const Variant* variant, cudaStream_t stream);
 
-// The same, and its output in 8 bits. Where the output is not quantised in registers, it is needed
-// in memory.
+// The same with its output in 8 bits. Unless the output is quantised in registers, it has to be in
+// memory, too.
 bool quantizes_in_registers(const NormForwardArgs& args);
 cudaError_t norm_quantized(const NormForwardArgs& args, const Quantization& to,
                            cudaStream_t stream);
 
-// Two norms by one kernel. Nothing, and no launch, where none takes the call.
+// Two norms in one kernel. Returns nothing, and launches nothing, if no kernel takes the call.
 std::optional<cudaError_t> post_add_pre_forward(PostAddPreForwardArgs& args, cudaStream_t stream);
 
 // Bytes of scratch that norm_backward needs for these args on the current device; may be 0.

@@ -19,7 +19,7 @@ namespace fused_op::cuda {
 namespace {
 
 constexpr std::string_view kMagic = "fused_op kernel 1\n";
-constexpr std::size_t kDigits = 64;  // of a SHA-256
+constexpr std::size_t kDigits = 64;  // digits of a SHA-256
 constexpr char kKernelSuffix[] = ".kernel";
 constexpr char kLockSuffix[] = ".lock";
 
@@ -52,14 +52,14 @@ std::optional<Image> read(const KernelFolder& folder, const std::string& key) {
   return content ? decode(key, *content) : std::nullopt;
 }
 
-// Empty where the variable is not set, and in a program that runs with more rights than its user.
+// Empty if the variable is not set, or if the program runs with more rights than its user.
 std::string environment(const char* name) {
   const char* const value = ::secure_getenv(name);
   return value == nullptr ? "" : value;
 }
 
-// Absolute, and without a slash at the end, which would make O_NOFOLLOW follow. Empty where the
-// working directory is gone.
+// An absolute path without a slash at the end, which would make O_NOFOLLOW follow a link. Empty if
+// the working directory no longer exists.
 std::string as_folder(const std::filesystem::path& path) {
   std::error_code error;
   std::string text = std::filesystem::absolute(path, error).lexically_normal().string();
@@ -69,7 +69,7 @@ std::string as_folder(const std::filesystem::path& path) {
   return text;
 }
 
-// The cache, or null with the reason in `problem`.
+// The cache. If null, `problem` has the reason.
 std::unique_ptr<KernelFolder> open_cache(std::string& problem) {
   const std::string path = cache_folder();
   if (path.empty()) {
@@ -90,7 +90,7 @@ FoundImage compile_and_keep(const KernelSource& source, int arch, const KernelFo
   try {
     cache.write(file_name(key), encode(key, found.image));
   } catch (const FolderError&) {
-    // A read-only or full disk: the kernel stays in memory, and cache_info() tells.
+    // The disk is read-only or full. The kernel stays in memory, and cache_info() reports it.
   }
   return found;
 }
@@ -99,7 +99,7 @@ bool is_kernel(const std::string& name) {
   return name.size() == kDigits + sizeof(kKernelSuffix) - 1 && name.ends_with(kKernelSuffix);
 }
 
-// Whether this code has made a file of that name: the folder may hold others.
+// Whether this code creates files with such names. The folder may contain others.
 bool is_ours(const std::string& name) {
   constexpr char kHex[] = "0123456789abcdef";
   return name.find_first_not_of(kHex) == kDigits &&
@@ -109,7 +109,7 @@ bool is_ours(const std::string& name) {
 }  // namespace
 
 Jit jit_mode() {
-  // Not a static local: a child that is forked while another thread initialises one waits forever.
+  // Not a static local: a child forked while another thread initialises one would wait forever.
   static constinit std::atomic<int> known{-1};
   int mode = known.load(std::memory_order_relaxed);
   if (mode < 0) {
@@ -215,7 +215,7 @@ FoundImage read_cache_or_compile(const KernelSource& source, int arch,
   const Clock::time_point deadline = Clock::now() + patience;
   while (true) {
     const FolderLock lock = cache->try_lock(sha256(key) + kLockSuffix);
-    if (std::optional<Image> image = read(*cache, key)) {  // as the last holder left it
+    if (std::optional<Image> image = read(*cache, key)) {  // written by the last holder of the lock
       return {*std::move(image), Origin::kCache};
     }
     if (!lock.is_taken() || Clock::now() >= deadline) {

@@ -14,7 +14,7 @@
 namespace fused_op::cuda {
 namespace {
 
-constexpr std::int64_t kMostBytes = 64 << 20;  // a kernel is 20 to 100 KiB
+constexpr std::int64_t kMostBytes = 64 << 20;  // a kernel has 20 to 100 KiB
 
 class Descriptor {
  public:
@@ -35,7 +35,7 @@ class Descriptor {
 
 std::string because_of_errno() { return std::string(" (") + std::strerror(errno) + ')'; }
 
-// Why this process must not run what is in a file or folder, as a clause; empty if it may.
+// Why this process must not run the content of a file or folder, as a clause; empty if it may.
 std::string distrust(const struct stat& status) {
   if (status.st_uid != ::geteuid() && status.st_uid != 0) {
     return "belongs to user " + std::to_string(status.st_uid);
@@ -49,7 +49,7 @@ std::string distrust(const struct stat& status) {
 void make_folders(const std::string& path, mode_t mode) {
   for (std::size_t end = path.find('/', 1); end != std::string::npos;
        end = path.find('/', end + 1)) {
-    ::mkdir(path.substr(0, end).c_str(), mode);  // open() will say what is wrong
+    ::mkdir(path.substr(0, end).c_str(), mode);  // open() will report an error
   }
   ::mkdir(path.c_str(), mode);
 }
@@ -84,7 +84,7 @@ std::optional<std::string> read_all(int file, std::int64_t bytes) {
 std::string random_suffix() {
   std::uint64_t number = 0;
   if (::getrandom(&number, sizeof(number), 0) != sizeof(number)) {
-    number = static_cast<std::uint64_t>(::getpid());  // O_EXCL protects from a clash
+    number = static_cast<std::uint64_t>(::getpid());  // O_EXCL prevents a clash
   }
   return '.' + std::to_string(number) + ".tmp";
 }
@@ -95,7 +95,7 @@ FolderLock::~FolderLock() {
   if (file_ >= 0) {
     ::unlinkat(folder_, name_.c_str(),
                0);            // first, so that nobody takes a lock on a file that goes
-    ::flock(file_, LOCK_UN);  // close() leaves it to a child that was forked in the meantime
+    ::flock(file_, LOCK_UN);  // close() would leave the lock to a child forked in the meantime
     ::close(file_);
   }
 }
@@ -129,7 +129,7 @@ KernelFolder::~KernelFolder() { ::close(folder_); }
 
 std::optional<std::string> KernelFolder::read(const std::string& name) const {
   const bool is_private = access_ == Access::kPrivate;
-  // Not blocking: somebody may have put a pipe there.
+  // Non-blocking, in case the file is a pipe.
   const int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK | (is_private ? O_NOFOLLOW : 0);
   const Descriptor file(::openat(folder_, name.c_str(), flags));
   struct stat status;
@@ -154,7 +154,7 @@ void KernelFolder::write(const std::string& name, std::string_view content) cons
     if (file.get() < 0) {
       throw FolderError("no file can be created in " + path_ + because_of_errno());
     }
-    // On disk before it has its name: or a power failure could leave the name without the content.
+    // Flushed before it gets its name: a power failure could leave the name without the content.
     if (!write_all(file.get(), content) || ::fsync(file.get()) != 0) {
       fail("a file cannot be written to");
     }
@@ -181,7 +181,7 @@ FolderLock KernelFolder::try_lock(const std::string& name) const {
 
 std::vector<KernelFolder::File> KernelFolder::files() const {
   std::vector<File> found;
-  // A second descriptor: closedir() closes the one that it is given.
+  // A second descriptor, because closedir() closes the one it is given.
   DIR* const folder = ::fdopendir(::openat(folder_, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (folder == nullptr) {
     return found;

@@ -1,5 +1,5 @@
-// A folder of machine code, and what makes it safe to run what lies in it. kernel_files.cpp decides
-// what the files are called and hold. Host code for Linux, without CUDA or torch.
+// A folder of machine code, and the checks that make its content safe to run. kernel_files.cpp
+// decides the names and the content of files. Host code for Linux, without CUDA or torch.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +16,12 @@ struct FolderError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Whoever can write to a private folder can make this process run his code. So the folder and each
-// file must belong to this user or root, nobody else may write to them, and they must not be
-// symbolic links. An installed folder is trusted as the extension module beside it is.
+// Whoever can write to a private folder can make this process run their code. The folder and each
+// file must therefore belong to this user or root, must not be writable by others, and must not be
+// symbolic links. An installed folder is trusted like the extension module beside it.
 enum class Access { kPrivate, kInstalled };
 
-// A lock among processes, for as long as the object lives, which must not outlive its folder.
+// A lock among processes, held during the lifetime of the object. It must not outlive its folder.
 class FolderLock {
  public:
   enum class State { kHeld, kTaken, kImpossible };
@@ -34,7 +34,7 @@ class FolderLock {
   ~FolderLock();
 
   bool is_held() const { return state_ == State::kHeld; }
-  bool is_taken() const { return state_ == State::kTaken; }  // by another process, for now
+  bool is_taken() const { return state_ == State::kTaken; }  // another process holds it now
 
  private:
   State state_;
@@ -45,20 +45,20 @@ class FolderLock {
 
 class KernelFolder {
  public:
-  // Opens the folder, creating it and those above it if `create`. Throws FolderError with the
-  // reason, a clause, why it cannot be used.
+  // Opens the folder. Creates it and its parents if `create`. Throws FolderError with the reason,
+  // as a clause, if it cannot be used.
   KernelFolder(const std::string& path, Access access, bool create);
   ~KernelFolder();
   KernelFolder(const KernelFolder&) = delete;
   KernelFolder& operator=(const KernelFolder&) = delete;
 
-  // The content of a file; nothing if it is missing, cannot be read or must not be trusted.
+  // The content of a file. Nothing if it is missing, cannot be read or must not be trusted.
   std::optional<std::string> read(const std::string& name) const;
-  // Readers see the whole file or none. Throws FolderError.
+  // Readers see the whole file or none of it. Throws FolderError.
   void write(const std::string& name, std::string_view content) const;
   bool is_writable() const;
 
-  // Does not wait. Impossible where the folder is read-only or its file system has no locks.
+  // Does not wait. Impossible if the folder is read-only or its file system has no locks.
   FolderLock try_lock(const std::string& name) const;
 
   struct File {

@@ -15,14 +15,14 @@ constinit std::atomic<int> kernel_count{0};
 
 namespace {
 
-// Held at a miss, while the kernel is found, loaded and added to the table.
+// Held at a miss while the kernel is found, loaded and added to the table.
 std::mutex miss_mutex;
-// A child has none of the threads that may have held it at the fork. What they were about to add is
-// missing; the table has no other state.
+// A child process does not have the thread that may have held the mutex at the fork. Whatever that
+// thread was about to add is missing; the table has no other state.
 [[maybe_unused]] const int fork_handler_status =
     pthread_atfork(nullptr, nullptr, [] { new (&miss_mutex) std::mutex; });
 
-// While one lives, this thread may do what a graph capture in progress, of any thread, forbids.
+// During its lifetime, this thread may do what a graph capture in progress, on any thread, forbids.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(const Driver& driver) : driver_(driver) {
@@ -34,7 +34,7 @@ class RelaxedCapture {
 
  private:
   const Driver& driver_;
-  CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;  // then the one from before
+  CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;  // then the previous mode
 };
 
 CUkernel handle_of(const Kernel& kernel) {
@@ -60,13 +60,13 @@ Failure failure(const Driver& driver, const char* function, CUresult result) {
   }
   const char* name = nullptr;
   driver.error_name(result, &name);
-  // PyTorch may have all memory in its cache now, and less of it at another call.
+  // PyTorch's cache may hold all memory now, and less at another call.
   return {std::string(function) + " failed: " + (name == nullptr ? "unknown error" : name),
           result != CUDA_ERROR_OUT_OF_MEMORY};
 }
 
-// The runtime makes a device's context current at a thread's first call that needs one, which may
-// be this. It is retained for good, as the runtime does.
+// The runtime makes a device's context current at a thread's first call that needs one. This call
+// may come earlier. The context is retained for good, as the runtime does.
 CUresult ensure_context(const Driver& driver, const DeviceInfo& device) {
   CUcontext context = nullptr;
   if (const CUresult result = driver.context(&context); result != CUDA_SUCCESS || context) {
@@ -78,7 +78,7 @@ CUresult ensure_context(const Driver& driver, const DeviceInfo& device) {
   return driver.set_context(context);
 }
 
-// Loads the code on the device. Else the first launch would.
+// Loads the code on the device, which otherwise the first launch would do.
 Failure put_on(const Driver& driver, CUkernel kernel, const DeviceInfo& device) {
   if (const CUresult result = ensure_context(driver, device)) {
     return failure(driver, "making a context current", result);
@@ -97,14 +97,14 @@ Kernel::Facts facts_of(const Driver& driver, CUkernel kernel, const DeviceInfo& 
           get(CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)};
 }
 
-// A kernel of the core table. Sets `kernel`, or returns what is wrong: the extension may have been
-// compiled for other GPUs than this.
+// Loads a kernel of the core table. Sets `kernel`, or returns the problem: the extension may have
+// been compiled for other GPUs.
 Failure load_built_in(const Driver& driver, const void* built_in, const DeviceInfo& device,
                       const Kernel*& kernel) {
   const RelaxedCapture relaxed(driver);
   cudaKernel_t handle = nullptr;
   if (const cudaError_t status = cudaGetKernel(&handle, built_in)) {
-    cudaGetLastError();  // takes the error back
+    cudaGetLastError();  // clears the error
     return {std::string("cudaGetKernel failed: ") + cudaGetErrorName(status)};
   }
   const auto as_driver = reinterpret_cast<CUkernel>(handle);
@@ -116,11 +116,11 @@ Failure load_built_in(const Driver& driver, const void* built_in, const DeviceIn
   return failed;
 }
 
-// Sets `kernel`, or returns what is wrong.
+// Sets `kernel`, or returns the problem.
 Failure load(const Driver& driver, const FoundImage& found, const DeviceInfo& device,
              const Kernel*& kernel) {
   const RelaxedCapture relaxed(driver);
-  // PTX needs the zero at its end, which std::string has. The driver copies the code.
+  // PTX needs the terminating zero, which std::string has. The driver copies the code.
   CUlibrary library = nullptr;
   if (const CUresult result = driver.load_library(&library, found.image.code.c_str(), nullptr,
                                                   nullptr, 0, nullptr, nullptr, 0)) {
@@ -159,14 +159,14 @@ Failure find_and_load(const KernelSource& source, const DeviceInfo& device, cons
         jit_mode() == Jit::kOff) {
       return failed;
     }
-    // Code of the package that this driver does not take, such as PTX of a later compiler.
+    // The package's code does not suit this driver, as with PTX of a later compiler.
     return load(driver, read_cache_or_compile(source, device.arch), device, kernel);
   } catch (const CompileError& error) {
     return {error.what()};
   }
 }
 
-// Needs miss_mutex. Null, and `problem` says why, if there is nothing to remember.
+// Needs miss_mutex. Returns null, with the reason in `problem`, if there is nothing to remember.
 const KernelEntry* add_entry(const KernelKey& key, const DeviceInfo& device,
                              const std::function<KernelSource()>& source, std::string& problem) {
   const Kernel* kernel = nullptr;
@@ -217,7 +217,7 @@ const std::string& why_no_kernel() { return last_problem; }
 
 const Kernel* find_missing_kernel(const KernelKey& key, const DeviceInfo& device,
                                   const std::function<KernelSource()>& source) {
-  jit_mode();  // throws for a value that means nothing
+  jit_mode();  // throws for an invalid value
   const KernelEntry* const entry = look_up(key, device.arch);
   if (entry != nullptr && entry->kernel == nullptr) {
     last_problem = entry->problem;

@@ -1,5 +1,5 @@
-// Kernels, by their keys: the table in memory, which a launch asks, and the loading of those of the
-// core table and of what kernel_files.cpp finds. Host code without torch.
+// Kernels by key: the table in memory that launches look up, and the loading of kernels from the
+// core table and of those that kernel_files.cpp finds. Host code without torch.
 //
 //   const Kernel* kernel = find_kernel(key, device, [&] { return KernelSource{header, name}; });
 //   if (kernel == nullptr || !kernel->allow_shared(bytes, device)) { ... why_no_kernel() ... }
@@ -19,7 +19,7 @@
 
 namespace fused_op::cuda {
 
-// Everything that tells a kernel from others, packed by the launch.
+// Everything that distinguishes a kernel from others, packed by the launch.
 struct KernelKey {
   std::uint64_t low;
   std::uint64_t high;
@@ -27,7 +27,7 @@ struct KernelKey {
   bool operator==(const KernelKey&) const = default;
 };
 
-// A bit for each device, set once something has been done on it.
+// One bit for each device, set once something has been done there.
 class OnceOnDevice {
  public:
   bool done(const DeviceInfo& device) const {
@@ -42,40 +42,43 @@ class OnceOnDevice {
   std::atomic<std::uint64_t> devices_{0};
 };
 
-// A loaded kernel, for all devices of its architecture. Lives as long as the process. The functions
-// that take a device need it to be the current one. Thread-safe.
+// A loaded kernel, for all devices of its architecture. It lives as long as the process. The
+// functions that take a device need it to be the current one. Thread-safe.
 class Kernel {
  public:
   struct Facts {
     int registers;     // of a thread
     int local_bytes;   // of a thread: its stack and spills
-    int shared_bytes;  // of a CTA, beside the dynamic ones
+    int shared_bytes;  // of a CTA, without dynamic shared memory
   };
   Kernel(const void* function, Origin origin, const Facts& facts)
       : function_(function), origin_(origin), facts_(facts) {}
   Kernel(const Kernel&) = delete;
   Kernel& operator=(const Kernel&) = delete;
 
-  // For cudaLaunchKernelExC and the runtime's other functions of a kernel: a cudaKernel_t.
+  // A cudaKernel_t, for cudaLaunchKernelExC and other functions of the runtime.
   const void* function() const { return function_; }
   Origin origin() const { return origin_; }
   int registers() const { return facts_.registers; }
   int local_bytes() const { return facts_.local_bytes; }
   int shared_bytes() const { return facts_.shared_bytes; }
 
-  // Before a launch with so much dynamic shared memory. False if the device does not have it.
+  // Called before a launch with that much dynamic shared memory. False if the device does not have
+  // it.
   bool allow_shared(int dynamic_bytes, const DeviceInfo& device) const {
     const int bytes = dynamic_bytes + facts_.shared_bytes;
     return bytes <= kSharedBytesOfEveryKernel ||
            (bytes <= device.shared_bytes && (shared_.done(device) || opt_in_to_shared(device)));
   }
-  // Before a launch with clusters of more than 8 CTAs. False if the device does not have them.
+  // Called before a launch with clusters of more than 8 CTAs. False if the device does not have
+  // them.
   bool allow_large_clusters(const DeviceInfo& device) const;
-  // How many clusters the device runs at once, after the two above; 0 if none. The driver is asked
-  // once for each size of a cluster: a kernel has one number of threads and of bytes for each.
+  // How many clusters the device runs at once, to be called after the two functions above; 0 if
+  // none. The driver is asked once for each cluster size: with each, a kernel uses one number of
+  // threads and of bytes.
   int active_clusters(int threads, int dynamic_bytes, int cluster, const DeviceInfo& device) const;
 
-  // For find_kernel(): whether the code is on the device. Else the first launch would load it,
+  // For find_kernel(): whether the code is on the device. If not, the first launch would load it,
   // which a graph capture may forbid.
   bool is_on(const DeviceInfo& device) const { return on_.done(device); }
   void set_on(const DeviceInfo& device) const { on_.set(device); }
@@ -92,16 +95,16 @@ class Kernel {
   mutable OnceOnDevice on_;
   mutable OnceOnDevice shared_;
   mutable OnceOnDevice large_clusters_;
-  // One more than the count; 0: not asked yet.
+  // the count plus one; 0: not asked yet
   mutable std::atomic<std::int16_t> active_clusters_[kMaxDevices][kMaxCluster + 1] = {};
 };
 
-// One (key, architecture). Never changed once it is in the table, and never freed.
+// A kernel for one key and architecture. Never changed once it is in the table, and never freed.
 struct KernelEntry {
   KernelKey key;
   int arch;
-  const Kernel* kernel;  // null: it cannot be had
-  std::string problem;   // why not
+  const Kernel* kernel;  // null: not available
+  std::string problem;   // the reason
   const KernelEntry* next;
 };
 
@@ -115,7 +118,7 @@ inline std::size_t bucket_of(const KernelKey& key, int arch) {
 }
 static_assert(kKernelBuckets == std::size_t{1} << (64 - 54));
 
-// The entry, or null. No lock, no allocation.
+// The entry, or null. Takes no lock and allocates nothing.
 inline const KernelEntry* look_up(const KernelKey& key, int arch) {
   const KernelEntry* entry = kernel_buckets[bucket_of(key, arch)].load(std::memory_order_acquire);
   while (entry != nullptr && !(entry->key == key && entry->arch == arch)) {
@@ -124,17 +127,17 @@ inline const KernelEntry* look_up(const KernelKey& key, int arch) {
   return entry;
 }
 
-// Kernels that are loaded, but for those of the core table.
+// The number of loaded kernels, not counting the core table's.
 extern std::atomic<int> kernel_count;
 
-// What find_kernel does when the table does not have the kernel ready for the device.
+// Called by find_kernel if the table does not have the kernel ready for the device.
 const Kernel* find_missing_kernel(const KernelKey& key, const DeviceInfo& device,
                                   const std::function<KernelSource()>& source);
 
-// The kernel of that key for the current device, which `device` describes; null if it cannot be
-// had. `source`, which returns a KernelSource, is called on a miss alone. A miss takes half a
-// second where the kernel has to be compiled, and may happen while a graph is captured. Throws
-// std::runtime_error if FUSED_OP_JIT has a value that means nothing.
+// The kernel of that key for the current device, which `device` describes; null if it is not
+// available. `source` returns a KernelSource and is called only on a miss. A miss takes half a
+// second if the kernel has to be compiled, and may happen during a graph capture. Throws
+// std::runtime_error if FUSED_OP_JIT has an invalid value.
 template <typename Source>
 const Kernel* find_kernel(const KernelKey& key, const DeviceInfo& device, Source&& source) {
   const KernelEntry* const entry = look_up(key, device.arch);
@@ -144,7 +147,7 @@ const Kernel* find_kernel(const KernelKey& key, const DeviceInfo& device, Source
   return find_missing_kernel(key, device, std::ref(source));
 }
 
-// Why find_kernel last returned null to this thread.
+// Why find_kernel last returned null on this thread.
 const std::string& why_no_kernel();
 
 }  // namespace fused_op::cuda

@@ -25,7 +25,7 @@ DeviceInfo read_device_info(int device) {
   return info;
 }
 
-// Of the current device; read once.
+// The current device, read once.
 const DeviceInfo& device_info() {
   static std::array<DeviceInfo, kMaxDevices> known;
   static std::array<std::once_flag, kMaxDevices> once;
@@ -125,7 +125,7 @@ bool launch_clusters(const Kernel& kernel, const LaunchShape& shape,
   if (launch(kernel, shape, arguments, device, stream) != cudaErrorInvalidClusterSize) {
     return true;
   }
-  cudaGetLastError();  // takes the error back
+  cudaGetLastError();  // clears the error
   return false;
 }
 

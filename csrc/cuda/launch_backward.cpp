@@ -1,4 +1,4 @@
-// The launches of the backward of rows that fit into a CTA, and of the addition of partial sums.
+// Launches backward for rows that fit into a CTA, and the addition of partial sums.
 #include <algorithm>
 #include <stdexcept>
 
@@ -45,13 +45,14 @@ void launch_few(const NormBackwardArgs& args, const BackwardSpec& spec, const Ba
   const int row_ctas = static_cast<int>(plan.row_ctas);
   const auto threads = static_cast<unsigned>(plan.row_threads);
   const auto side_by_side = static_cast<unsigned>(plan.side_by_side);
-  // Rows that share a warp lie in one dimension.
+  // If rows share a warp, the block has one dimension.
   const dim3 block = plan.lanes < 32 ? dim3(threads * side_by_side) : dim3(threads, side_by_side);
   launch(kernel, {.grid = dim3(static_cast<unsigned>(plan.row_ctas + plan.slabs)), .block = block},
          {&args, &row_ctas}, device, stream);
 }
 
-// How many rows are followed by as much of their tensor as a block of 16 bytes may reach past them.
+// How many rows are followed by enough of their tensor that a block of 16 bytes cannot reach past
+// its end.
 std::int64_t rows_before_end(const ConstRows& of, std::int64_t rows) {
   constexpr std::int64_t kReach = kVectorBytes - 1;
   const bool split = of.split.inner > 0;
@@ -81,7 +82,8 @@ void launch_rows(const NormBackwardArgs& args, const BackwardSpec& spec, Backwar
   }
   const Kernel* const adder =
       plan.partials_bytes > 0 ? &add_partials_kernel(spec, device) : nullptr;
-  // From a row of a team to its next one: of neighbours only where a CTA has no others.
+  // The step from one row of a team to the next. With shared entries, it stays within the entry of
+  // the CTA.
   const bool shares_entries = spec.variant != nullptr && spec.variant->shares_entries;
   const std::int64_t rows = plan.ctas / (shares_entries ? groups_of(spec) : 1) * plan.side_by_side;
   const auto bytes = [&](const ConstRows& of) { return rows * of.stride * size_of(of.dtype); };
@@ -105,7 +107,7 @@ void launch_rows(const NormBackwardArgs& args, const BackwardSpec& spec, Backwar
   }
 }
 
-// As many columns as a CTA of add_partials_kernel adds, and the shared memory it has of its own.
+// How many columns a CTA of add_partials_kernel adds up, and the shared memory that it declares.
 struct PartialsShape {
   int cols;
   int own_bytes;

@@ -1,4 +1,4 @@
-// The launches of the backward of rows that are too long for a CTA.
+// Launches backward for rows that are too long for a CTA.
 #include <algorithm>
 #include <stdexcept>
 
@@ -20,7 +20,7 @@ KernelKey key_of(KernelKind kind, const BackwardSpec& spec, const BackwardLongPl
       .key();
 }
 
-// A call on its way.
+// The arguments of a call.
 struct LongCall {
   const NormBackwardArgs& args;
   const BackwardSpec& spec;
@@ -28,14 +28,14 @@ struct LongCall {
   const DeviceInfo& device;
   cudaStream_t stream;
 
-  // Where partial sums go; null if there are none.
+  // The address of the partial sums; null if there are none.
   void* partials(std::int64_t bytes) const {
     return bytes > 0 ? static_cast<char*>(args.workspace) + plan.row_sums_bytes : nullptr;
   }
   bool wants_sums() const { return args.grad_weight != nullptr || args.grad_bias != nullptr; }
 };
 
-// How many clusters take the rows: as many as the device runs at once; 0 if it has no place for
+// How many clusters take the rows: as many as the device runs at once. 0 if there is no room for
 // one.
 std::int64_t active_clusters(const Kernel& kernel, const LongCall& call) {
   const auto bytes = static_cast<int>(call.plan.cluster_shared_bytes);
@@ -47,7 +47,7 @@ std::int64_t active_clusters(const Kernel& kernel, const LongCall& call) {
   return std::min<std::int64_t>(active, call.plan.clusters);
 }
 
-// Rows in one pass. False where there is no place for a cluster.
+// Reads the rows once, in clusters. Returns false if there is no room for a cluster.
 bool launch_in_clusters(const LongCall& call) {
   const auto& [args, spec, plan, device, stream] = call;
   const Kernel& kernel =
@@ -77,7 +77,7 @@ bool launch_in_clusters(const LongCall& call) {
   return launched;
 }
 
-// Sums of the rows, and then the gradients, by columns.
+// Computes the sums of the rows, then the gradients by columns.
 void launch_columns(const LongCall& call) {
   const auto& [args, spec, plan, device, stream] = call;
   const Kernel& row_sums =

@@ -1,4 +1,4 @@
-// The launches of forward.
+// Launches forward.
 #include "cuda/core_table.h"
 #include "cuda/launch.h"
 
@@ -22,7 +22,7 @@ KernelKey key_of(const ForwardSpec& spec, const LongForwardPlan& plan) {
       .key();
 }
 
-// A streamed kernel takes the first argument alone. False where there is no place for a cluster.
+// A streamed kernel takes only the first argument. Returns false if there is no room for a cluster.
 bool launch_long(const NormForwardArgs& args, const ForwardSpec& spec, const LongForwardPlan& plan,
                  const DeviceInfo& device, cudaStream_t stream) {
   const Kernel& kernel = require_kernel(key_of(spec, plan), device, [&] {

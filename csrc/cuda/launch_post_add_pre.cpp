@@ -1,4 +1,4 @@
-// The launch of a forward of two norms with an addition between them, where one kernel takes it.
+// Launches a forward of two norms with an addition between them, if one kernel can take it.
 #include "cuda/launch.h"
 
 namespace fused_op::cuda {
@@ -9,7 +9,7 @@ bool launch_post_add_pre(PostAddPreForwardArgs& args, const DeviceInfo& device,
     return false;
   }
   args.input = args.post.input;
-  args.post.output.data = args.sum;  // for rows that have to go by way of memory
+  args.post.output.data = args.sum;  // for rows that have to go through memory
   const bool only_sum = args.output.data == nullptr;
   const ForwardSpec post = spec_of(args.post);
   const ForwardSpec pre = spec_of(args);
@@ -27,7 +27,7 @@ bool launch_post_add_pre(PostAddPreForwardArgs& args, const DeviceInfo& device,
     plan.width = 0;
     key = key_of_plan();
   }
-  // The norms' own kernels take the call where this one cannot be had, in two passes.
+  // If this kernel is not available, the kernels of the norms take the call, one after the other.
   const Kernel* const kernel = find_kernel(key, device, [&] {
     return KernelSource{.header = kPostAddPreHeader,
                         .name = post_add_pre_kernel_name(post, pre, plan, only_sum)};

@@ -1,5 +1,5 @@
-// The launches of forwards whose output is quantised: in one kernel where rows are whole vectors
-// and fit into a CTA, else a forward into memory and a kernel that reads it.
+// Launches forwards with a quantised output: one kernel if rows are whole vectors and fit into a
+// CTA, else a forward into memory and a kernel that reads it.
 #include "cuda/launch.h"
 #include "cuda/quantized_plan.h"
 

@@ -1,7 +1,7 @@
-// What the forward kernels of long rows share. A row too long for the registers of a CTA is dealt
-// out in parts, which warps take; the moments of the parts are exchanged once and merged in their
-// order. What a part is depends on the element types and the row's length alone, and so all of
-// these kernels give a row the same bits. Compiled by nvcc and by NVRTC; torch-free.
+// What the forward kernels for long rows share. A row too long for the registers of a CTA is split
+// into parts, which warps take. The moments of the parts are exchanged once and merged in order.
+// The parts depend only on the element types and the row's length, so all of these kernels give a
+// row the same bits. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include "core/epilogue.h"

@@ -1,5 +1,5 @@
-// How words move between memory and registers: the instructions that CUDA C++ has no name for, or
-// that the compiler would take apart. Torch-free.
+// How words move between memory and registers: instructions that CUDA C++ has no name for, or that
+// the compiler would take apart. Torch-free.
 #pragma once
 
 #include <type_traits>
@@ -8,49 +8,46 @@
 
 namespace fused_op::cuda {
 
-// An address in shared memory, opaque, so that it stays in its register: the compiler would make it
-// anew, in five instructions, for each copy.
+// An address in shared memory, opaque to the compiler, so that it stays in its register. Otherwise
+// the compiler would compute it again for each copy, in five instructions.
 __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
   auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
   asm volatile("" : "+r"(address));
   return address;
 }
-// A global address, opaque likewise: made once for several vectors that lie apart by constants.
-// (Stores go there by store_if: the compiler no longer knows that the memory is global.) H200, us
-// before and with it in kernels of long rows: forward of LayerNorm 140 136 at 2048x65536, bf16,
-// backward 233 225, 217 209 of RMSNorm at 1024x131072.
+// A global address, also opaque: computed once for several vectors at constant distances. (Stores
+// go there by store_if, because the compiler no longer knows that the memory is global.) H200, us
+// without and with it, in kernels of long rows: LayerNorm forward 140 136 at 2048x65536, bf16;
+// backward 233 225; RMSNorm backward 217 209 at 1024x131072.
 __device__ __forceinline__ std::uintptr_t global_address(const void* pointer) {
   auto address = reinterpret_cast<std::uintptr_t>(pointer);
   asm volatile("" : "+l"(address));
   return address;
 }
-// What the L2 cache is to fetch of global memory: the words that are asked for, or the whole line
-// of 128 bytes that they are in.
+// What the L2 cache fetches from global memory: the requested words, or the whole line of 128 bytes
+// that contains them.
 struct FetchWords {};
 struct FetchLine {};
 
-// The policy of what the L2 cache is to evict last: the rows that forward reads. A row is read
-// once; likely it gains by y, which has to be written to memory and leaves the cache sooner and
-// more evenly. H200, us with evict_normal instead and so: LayerNorm, bf16, 129.1 125.0 at
-// 32768x4096, 17.9 17.2 at 4096x4096, 9.9 9.7 at 2048x4096; fp32, 257 248 at 32768x4096; RMSNorm,
-// bf16, 129.2 125.0 at 16384x8192. What reads y next does not pay for it. Together with a copy of
-// y, in the same order: 257.8 254.5, 35.7 35.4, 18.9 18.7; 647 638; 257.0 253.9. With a matrix
-// product, LayerNorm at 4096x4096: 220.9 221.0. Rows evicted first: 258 273 at 32768x4096, fp32; y
-// evicted first, and last: 261, 259. Backward, which reads two rows for one, was up to 1 % slower.
-// Not for cp.async: ptxas 13.0 makes illegal instructions of it in some kernels (desc[UR1], an odd
-// register); bulk copies have it (forward_in_turn.cuh).
+// The L2 policy for the rows that forward reads: evict them last. No row is read again. The hint
+// helps because L2 then evicts the dirty lines of y earlier. H200, us with evict_normal and with
+// it: LayerNorm, bf16, 129.1 125.0 at 32768x4096, 9.9 9.7 at 2048x4096; RMSNorm, bf16, 129.2 125.0
+// at 16384x8192. A kernel that reads y next does not pay for it: with a copy of y, 257.8 254.5 and
+// 18.9 18.7. Backward, which reads two rows for one, was up to 1 % slower. Not for cp.async, of
+// which ptxas 13.0 makes illegal instructions in some kernels (desc[UR1], an odd register). Bulk
+// copies have the policy (forward_in_turn.cuh).
 __device__ __forceinline__ std::uint64_t evict_last() {
   std::uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
-// Where rows are staged in shared memory: us of backward at an odd multiple of 16 bytes and at one
-// of 128, 125 104 at 5957x11264, 129 107 at 5041x13312 (H200, bf16, LayerNorm).
+// The alignment of rows staged in shared memory. us of backward at odd multiples of 16 bytes and at
+// multiples of 128: 125 104 at 5957x11264, 129 107 at 5041x13312 (H200, bf16, LayerNorm).
 constexpr int kStagedAlignment = 128;
 
-// Copies 16 bytes past the L1 cache; __pipeline_commit and __pipeline_wait_prior count them. Before
-// sm_80 the thread copies them itself.
+// Copies 16 bytes past the L1 cache; __pipeline_commit and __pipeline_wait_prior count the copies.
+// Before sm_80, the thread itself copies.
 template <typename Fetch = FetchWords>
 __device__ __forceinline__ void copy_async(std::uint32_t to, std::uintptr_t from) {
 #if __CUDA_ARCH__ >= 800
@@ -65,7 +62,7 @@ __device__ __forceinline__ void copy_async(std::uint32_t to, std::uintptr_t from
 #endif
 }
 
-// The same of 4 or 8 bytes, which pass through the L1 cache.
+// The same for 4 or 8 bytes, which pass through the L1 cache.
 template <int kBytes>
 __device__ __forceinline__ void copy_bytes_async(std::uint32_t to, std::uintptr_t from) {
   static_assert(kBytes == 4 || kBytes == 8);
@@ -77,7 +74,7 @@ __device__ __forceinline__ void copy_bytes_async(std::uint32_t to, std::uintptr_
   *static_cast<Bytes*>(__cvta_shared_to_generic(to)) = *reinterpret_cast<const Bytes*>(from);
 #endif
 }
-// `bytes` of them at once, an even number below 16.
+// The same for `bytes`, an even number below 16.
 __device__ __forceinline__ void copy_some(std::uint32_t to, std::uintptr_t from, int bytes) {
   auto* const target = static_cast<std::uint16_t*>(__cvta_shared_to_generic(to));
 #pragma unroll 1
@@ -85,8 +82,8 @@ __device__ __forceinline__ void copy_some(std::uint32_t to, std::uintptr_t from,
     target[k] = reinterpret_cast<const std::uint16_t*>(from)[k];
   }
 }
-// Copies since the last call are a group; of the groups of this thread, all but the last kLeft have
-// arrived after await_copies.
+// The copies since the last call form a group. After await_copies, all groups of this thread but
+// the last kLeft have arrived.
 __device__ __forceinline__ void end_copy_group() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -99,7 +96,7 @@ __device__ __forceinline__ void await_copies() {
 #endif
 }
 
-// Bytes of shared memory, as words; of 2 bytes, the lower half of one.
+// Reads bytes of shared memory as words; 2 bytes become the lower half of one.
 template <int kBytes>
 __device__ __forceinline__ void load_shared_bytes(std::uint32_t address, std::uint32_t* words) {
   static_assert(kBytes == 2 || kBytes == 4 || kBytes == 8 || kBytes == 16);
@@ -128,7 +125,7 @@ __device__ __forceinline__ void load_shared_bytes(std::uint32_t address, std::ui
   }
 }
 
-// 16 bytes of shared memory.
+// Reads 16 bytes of shared memory.
 __device__ __forceinline__ void load_shared(std::uint32_t address, std::uint32_t* words) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -142,9 +139,9 @@ __device__ __forceinline__ void store_shared(std::uint32_t address, const std::u
                : "memory");
 }
 
-// Words of global memory, 16 bytes or as many, where `wanted`; else `words` stay. One predicated
-// instruction: of loads in branches of their own, each would be waited for before the next is
-// issued.
+// Loads words of global memory, 16 bytes or fewer, if `wanted`; otherwise `words` stay as they are.
+// This is one predicated instruction. If loads were in branches of their own, each would be waited
+// for before the next one is issued.
 template <int kWords = 4>
 __device__ __forceinline__ void load_if(bool wanted, const void* address, std::uint32_t* words) {
   static_assert(kWords == 1 || kWords == 2 || kWords == 4);
@@ -181,7 +178,7 @@ __device__ __forceinline__ void load_if(bool wanted, const void* address, std::u
   }
 }
 
-// 16 bytes, likewise, and the L2 cache fetches the whole line of 128 bytes that they are in.
+// The same for 16 bytes. The L2 cache fetches the whole line of 128 bytes that contains them.
 __device__ __forceinline__ void load_line_if(bool wanted, const void* address,
                                              std::uint32_t* words) {
   asm volatile(
@@ -195,7 +192,7 @@ __device__ __forceinline__ void load_line_if(bool wanted, const void* address,
       : "memory");
 }
 
-// The 2 bytes at `address` as a word, where `wanted`.
+// Loads the 2 bytes at `address` as a word, if `wanted`.
 __device__ __forceinline__ void load_half_if(bool wanted, const void* address,
                                              std::uint32_t* word) {
   asm volatile(
@@ -209,7 +206,7 @@ __device__ __forceinline__ void load_half_if(bool wanted, const void* address,
       : "memory");
 }
 
-// load_if with that policy.
+// load_if with the policy of evict_last().
 template <int kWords = 4>
 __device__ __forceinline__ void load_kept_if(bool wanted, const void* address,
                                              std::uint32_t* words) {
@@ -241,8 +238,8 @@ __device__ __forceinline__ void load_kept_if(bool wanted, const void* address,
 #endif
 }
 
-// A word to global memory, or the four of 16 bytes, where `wanted`, in one predicated instruction:
-// a branch takes four, and in a loop over rows the compiler may take a vector apart.
+// Stores a word, or four words of 16 bytes, to global memory if `wanted`, in one predicated
+// instruction. A branch takes four, and in a loop over rows the compiler may take a vector apart.
 template <int kWords = 4>
 __device__ __forceinline__ void store_if(bool wanted, void* address, const std::uint32_t* words) {
   static_assert(kWords == 1 || kWords == 4);

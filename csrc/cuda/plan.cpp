@@ -11,10 +11,10 @@
 
 namespace fused_op::cuda {
 
-// Units of 16 bytes of the row where all streams have its type. Wider streams beside a 16-bit row
-// halve the packs, so that no lane moves more than 16 bytes at a time: a warp's accesses stay
-// dense. A float row beside narrower streams has units of 8 elements, since the work of a row
-// should not weigh more than its bytes.
+// A unit has 16 bytes of the row if all streams have its type. Wider streams beside a 16-bit row
+// halve the packs, so that no lane moves more than 16 bytes at a time and the accesses of a warp
+// stay dense. A float row beside narrower streams has units of 8 elements, because the work for a
+// row should be in proportion to its bytes.
 Deal deal_of(const ForwardSpec& spec) {
   if (spec.row == DType::kFloat64) {
     return {4, 2};
@@ -38,29 +38,30 @@ bool by_words(const ForwardSpec& spec, std::int64_t cols) { return cols % deal_o
 
 namespace {
 
-// A row's lanes, the units of each, and its warps.
+// The lanes of a row, the units of each lane, and the warps of a row.
 struct Grid {
   int lanes;
   int units;
   int warps;
 };
 
-// What a lane may have.
+// The number of units that a lane may have.
 struct Limits {
-  int fewest;  // units, where a row has several warps
+  int fewest;  // units of a lane, if a row has several warps
   int most;    // units
-  int many;    // units: more pay where nothing else fits
-  int liked;   // units: fewer make a row's own work weigh more, more take registers from other rows
-  const int* sm_threads;       // of an SM that share its registers, by units
-  const int* sm_threads_wide;  // the same where a row has several warps
+  int many;    // units: more are used only if nothing else fits
+  int liked;   // units: fewer make the fixed work of a row weigh more; more take registers from
+               // other rows
+  const int* sm_threads;       // threads of an SM that its registers suffice for, by units
+  const int* sm_threads_wide;  // the same if a row has several warps
 };
 
 int resident_threads(const Limits& limits, int units, int warps) {
   return (warps > 1 ? limits.sm_threads_wide : limits.sm_threads)[units];
 }
 
-// The layout that wastes the fewest lanes and threads of an SM, and of those the one nearest to
-// what is liked.
+// The layout that wastes the fewest lanes and threads of an SM; among equals, the one closest to
+// `liked`.
 Grid best_grid(std::int64_t units, const Limits& limits, bool odd) {
   Grid best{};
   std::int64_t best_cost = 0;
@@ -70,10 +71,10 @@ Grid best_grid(std::int64_t units, const Limits& limits, bool odd) {
     if (per_lane > limits.most || (warps > 1 && per_lane < limits.fewest) || last_is_empty) {
       return;
     }
-    // The loads of neighbouring lanes.
+    // Whether the loads of neighbouring lanes lie far apart.
     const bool apart =
         odd ? lanes < 16 && per_lane > 12 : (lanes == 1 && units > 1) || (lanes == 2 && units > 7);
-    // 0.92 and 0.88 of copy with 4 and with 7 units at 335544x200; 0.98 and 0.90 at 4681x14336
+    // share of copy with 4 and with 7 units: 0.92, 0.88 at 335544x200; 0.98, 0.90 at 4681x14336
     const bool heavy = per_lane > limits.many && (lanes < 8 || (lanes == kWarpSize && warps < 4));
     if (apart || heavy) {
       return;
@@ -101,11 +102,11 @@ Grid best_grid(std::int64_t units, const Limits& limits, bool odd) {
 
 int word_pack(const ForwardSpec& spec) { return size_of(spec.row) == 2 ? 2 : 1; }
 
-// Threads of an SM, by units or words of a lane: as many as registers suffice for. Rows of several
-// warps, whose barriers more rows hide, may have fewer registers.
+// Threads of an SM that registers suffice for, by the units or words of a lane. Rows of several
+// warps may have fewer registers, because more rows hide their barriers.
 constexpr int kSmThreads[] = {0, 1536, 1280, 1024, 1024, 896, 768, 640, 640};
 constexpr int kSmThreadsWide[] = {0, 1536, 1280, 1280, 1024, 896, 768, 768, 640};
-// With a residual, dropout, parameters wider than the row, or vectors that are moved by words.
+// The same with a residual, dropout, parameters wider than the row, or vectors moved by words.
 constexpr int kSmThreadsMore[] = {0, 1024, 1024, 1024, 768, 640, 640, 512, 512};
 constexpr int kSmThreadsDouble[] = {0, 1024, 1024, 768, 768, 512, 512, 512, 512};
 constexpr int kSmThreadsWords[] = {0,    1280, 1280, 1280, 1280, 1280, 1280, 1280, 1280, 1024, 1024,
@@ -113,7 +114,7 @@ constexpr int kSmThreadsWords[] = {0,    1280, 1280, 1280, 1280, 1280, 1280, 128
 constexpr int kSmThreadsMoreWords[] = {0,   768, 768, 768, 768, 768, 768, 768, 768, 512, 512,
                                        512, 512, 512, 512, 512, 512, 512, 512, 512, 512};
 
-// The same for all calls of a type: which lane has an element does not depend on a residual.
+// The same for all calls of a type: which lane holds an element does not depend on a residual.
 Limits limits_of(const ForwardSpec& spec, bool odd) {
   if (odd) {
     return {8, 20, 16, 16, kSmThreadsWords, kSmThreadsWords};
@@ -122,14 +123,14 @@ Limits limits_of(const ForwardSpec& spec, bool odd) {
                                      : Limits{3, 8, 6, 4, kSmThreads, kSmThreadsWide};
 }
 
-// Threads that have registers for all that a lane loads at once, of several rows beside its own.
-// (With 1024 threads of an SM, LayerNorm of 16 bits spills 36 bytes at 6144 columns, sm_90.)
+// How many threads have registers for everything that a lane loads at once, if it loads several
+// rows. (With 1024 threads on an SM, LayerNorm of 16 bits spills 36 bytes at 6144 columns, sm_90.)
 int threads_with_entries(const ForwardSpec& spec, int elements) {
   int bytes = size_of(spec.input) + (spec.adds ? size_of(spec.residual) : 0);
   for (const ConstRows* rows : read_beside(*spec.variant)) {
     bytes += size_of(rows->dtype);
   }
-  constexpr int kRegisters = 65536, kOthers = 64;  // of an SM; of a thread for all else
+  constexpr int kRegisters = 65536, kOthers = 64;  // of an SM; of a thread, for all else
   return kRegisters / (kOthers + elements * bytes / 4);
 }
 
@@ -143,21 +144,22 @@ int threads_of_sm(const ForwardSpec& spec, bool odd, bool aligned, const Grid& g
   if (spec.row == DType::kFloat64) {
     return kSmThreadsDouble[grid.units];
   }
-  // Dropout of 16-bit rows that fill their lanes: 0.81 of copy, with 768 threads 0.74, at 8192x8192
+  // Dropout of 16-bit rows that fill their lanes: 0.81 of copy; with 768 threads 0.74, at 8192x8192
   const bool fits_dropout = spec.dropout && !spec.adds && aligned && full && grid.units == 4 &&
                             size_of(spec.row) + size_of(spec.parameters) == 4 &&
                             size_of(spec.output) == 2;
   if (more && !fits_dropout) {
     return kSmThreadsMore[grid.units];
   }
-  // 1152 threads, 1024: 0.98, 0.94 of copy at 20971x3200; 0.99, 1.00 at 16384x4096
+  // share of copy with 1152 and with 1024 threads: 0.98, 0.94 at 20971x3200; 0.99, 1.00 at
+  // 16384x4096
   const bool even = full && (grid.warps & (grid.warps - 1)) == 0;
   return grid.units == 4 && grid.warps > 1 && !even
              ? 1152
              : (grid.warps > 1 ? kSmThreadsWide : kSmThreads)[grid.units];
 }
 
-// The tile of the core table that a row of so many vectors of 16 bytes fills; -1: there is none.
+// The tile of the core table that a row of this many 16-byte vectors fills; -1 if there is none.
 int core_tile(std::int64_t vectors, bool few) {
   const bool power_of_two = (vectors & (vectors - 1)) == 0;
   int lanes = 0;
@@ -183,8 +185,8 @@ std::int64_t vectors_of(const ForwardSpec& spec, std::int64_t cols) {
   return cols * size_of(spec.row) / kVectorBytes;
 }
 
-// Longer rows are faster where their width is a constant. H200, bf16, LayerNorm, share of copy with
-// it and without: 0.99 0.98 at 8192x8192, 1.01 1.01 at 16384x4096.
+// Longer rows are faster if their width is a constant. H200, bf16, LayerNorm, share of copy with
+// and without: 0.99 0.98 at 8192x8192, 1.01 1.01 at 16384x4096.
 constexpr std::int64_t kMostCoreCols = 4096;
 
 // Whether a row is no longer than a vector.
@@ -192,7 +194,7 @@ bool is_short(const ForwardSpec& spec, std::int64_t cols) {
   return spec.row != DType::kFloat64 && cols * size_of(spec.row) <= kVectorBytes;
 }
 
-// Whether a row lies as in the core table, whose kernel it need not be.
+// Whether a row is laid out as in the core table. Its kernel may still be another one.
 bool fills_core_tile(const ForwardSpec& spec, std::int64_t cols) {
   const bool one_type = spec.input == spec.row && spec.output == spec.row &&
                         (!spec.adds || spec.residual == spec.row) &&
@@ -202,7 +204,7 @@ bool fills_core_tile(const ForwardSpec& spec, std::int64_t cols) {
          core_tile(vectors_of(spec, cols), false) >= 0;
 }
 
-// How the lanes of a row take its units, whatever its address.
+// How the lanes of a row take its units, at any address.
 Grid grid_of(const ForwardSpec& spec, std::int64_t cols) {
   if (fills_core_tile(spec, cols)) {
     const std::int64_t vectors = vectors_of(spec, cols);
@@ -211,7 +213,7 @@ Grid grid_of(const ForwardSpec& spec, std::int64_t cols) {
             static_cast<int>(ceil_div(vectors, std::int64_t{tile.lanes} * tile.vectors))};
   }
   const bool odd = by_words(spec, cols);
-  if (is_short(spec, cols)) {  // as forward_flat_kernel has it
+  if (is_short(spec, cols)) {  // as in forward_flat_kernel
     return {1, static_cast<int>(ceil_div(cols, odd ? word_pack(spec) : deal_of(spec).unit)), 1};
   }
   return best_grid(ceil_div(cols, odd ? word_pack(spec) : deal_of(spec).unit), limits_of(spec, odd),
@@ -338,8 +340,7 @@ std::string tile_name(const ForwardPlan& plan) {
                  number(plan.width), flag(plan.core)});
 }
 
-// Rows of one type are dealt to lanes as those of each norm alone, so that its sums have their
-// bits.
+// Rows of one type are dealt to lanes as in each norm alone, so the sums have the same bits.
 bool meet_in_registers(const PostAddPreForwardArgs& args) {
   const DType dtype = args.post.input.dtype;
   return args.residual.dtype == dtype && args.dtype == dtype &&
@@ -351,7 +352,7 @@ ForwardPlan plan_post_add_pre(const PostAddPreForwardArgs& args, const ForwardSp
   RowPlaces places = places_of(args, pre);
   places.one_span = false;
   ForwardPlan plan = plan_forward(pre, args.rows, args.cols, places, device);
-  constexpr int kSmThreads = 640;  // both rows are in registers: of 80 some spill
+  constexpr int kSmThreads = 640;  // both rows are in registers; with 80 a thread, some spill
   plan.ctas_per_sm = std::min(plan.ctas_per_sm, std::max(kSmThreads / plan.most_threads, 1));
   return plan;
 }

@@ -14,8 +14,8 @@ constexpr int kMostThreads = 512;  // of a CTA: 128 registers a thread
 constexpr int kMostWarps = kMostThreads / kWarpSize;
 constexpr std::int64_t kMostCoreBytes = 8192;  // of a row of the core table
 
-// The dtypes of what a row is read from: x, dy, and what arrives through the sum, or what a variant
-// reads beside them.
+// The dtypes of the streams that a row is read from: x, dy, and the gradient of the sum, or the
+// rows that a variant reads beside them.
 struct Streams {
   DType dtypes[3];
   int count;
@@ -25,7 +25,7 @@ Streams streams_of(const BackwardSpec& spec) {
   return {{read_as_x(spec), spec.grad_output, beside ? spec.variant->beside.dtype : spec.row},
           spec.adds || beside ? 3 : 2};
 }
-// Of a column, that backward holds.
+// How many parameters of a column backward holds.
 int parameters_of(const BackwardSpec& spec) {
   return spec.recovers ? 2 : spec.variant != nullptr ? spec.variant->parameters_of_column : 1;
 }
@@ -58,7 +58,8 @@ int pack_of(const BackwardSpec& spec, bool odd) {
   return kVectorBytes / widest(spec);
 }
 
-// A row's lanes, the units of each, and its warps, in a CTA of so many threads.
+// The lanes of a row, the units of each lane, and the warps of a row, in a CTA of this many
+// threads.
 struct Grid {
   int lanes;
   int units;
@@ -66,21 +67,20 @@ struct Grid {
   int threads = kMostThreads;
 };
 
-// Two units a lane in a larger CTA, which keep nothing, instead of three or four where these leave
-// lanes or rows without a place. H200, bf16, us with three and so: 104 98 at 21845x3072, 176 160 at
-// 6712x9999.
+// Two units a lane in a larger CTA, which keeps no values, if three or four would leave lanes or
+// rows idle. H200, bf16, us with three and with two: 104 98 at 21845x3072, 176 160 at 6712x9999.
 constexpr int kWideThreads = 640;
 
-// How good so many units a lane are: the share of a CTA's lanes that have work, less where only one
-// row fits, since its barriers then stop the whole SM, and less where a thread has too much to keep
-// the row in registers.
+// The merit of a number of units a lane: the share of a CTA's lanes that have work. It is lower if
+// only one row fits, whose barriers then stop the whole SM, and if a thread cannot keep the row in
+// registers.
 std::int64_t merit(std::int64_t units, int per_lane, int threads = kMostThreads) {
   const std::int64_t warps = ceil_div(units, std::int64_t{kWarpSize} * per_lane);
   const std::int64_t rows = threads / kWarpSize / warps;
   const bool keeps = per_lane == 2 && threads == kMostThreads;
   const int weight = keeps ? 40 : threads > kMostThreads ? 34 : 30;
   return rows * units * (rows == 1 ? 9 : 10) * weight *
-         (12 * 10240 / threads / per_lane);  // divisible by all of them
+         (12 * 10240 / threads / per_lane);  // divisible by all numbers of units
 }
 
 int lanes_for(std::int64_t units) {
@@ -91,9 +91,9 @@ int lanes_for(std::int64_t units) {
   return lanes;
 }
 
-// Rows that share a warp: three units a lane, or two, where one would leave lanes idle. H200, bf16,
-// LayerNorm, us: with one and two 128 122 at 1677721x40, 114 105 at 335544x200; with two and three
-// 120 127 at 932067x72, 122 110 at 493447x136.
+// Rows that share a warp have three units a lane, or two, if one would leave lanes idle. H200,
+// bf16, LayerNorm, us with one and two: 128 122 at 1677721x40, 114 105 at 335544x200; with two and
+// three: 120 127 at 932067x72, 122 110 at 493447x136.
 Grid shared_warp_grid(std::int64_t units) {
   for (int lanes = 8; lanes < kWarpSize; lanes *= 2) {
     if (units > 2 * lanes && units <= 3 * lanes) {
@@ -104,10 +104,10 @@ Grid shared_warp_grid(std::int64_t units) {
   return units > 4 && units < lanes ? Grid{lanes / 2, 2, 1} : Grid{lanes, 1, 1};
 }
 
-// The layout of a row of so many units, `odd` where they are no whole vectors.
+// The layout of a row of `units`; `odd` if they are not whole vectors.
 Grid best_grid(const BackwardSpec& spec, std::int64_t units, bool odd) {
   const bool drops = spec.drops_input || spec.drops_output;
-  // Philox takes registers, and by words one call for a pack of two elements or one.
+  // Philox takes registers. By words, it is called for every pack of two elements or one.
   if (drops && odd && units <= kMostThreads) {
     return {std::min(lanes_for(units), kWarpSize), 1, static_cast<int>(ceil_div(units, kWarpSize))};
   }
@@ -124,8 +124,8 @@ Grid best_grid(const BackwardSpec& spec, std::int64_t units, bool odd) {
   const std::int64_t wide = fits_wide ? merit(units, 2, kWideThreads) : 0;
   const std::int64_t three = merit(units, 3);
   const std::int64_t four = merit(units, 4);
-  // Of equal merit, three are better than two, which leave lanes idle then: 0.90 0.92 of add at
-  // 174762x768 (H200, bf16). Not so with the gradient of a sum, nor for RMSNorm by words.
+  // Of equal merit, three units are better than two, which then leave lanes idle: 0.90 0.92 of add
+  // at 174762x768 (H200, bf16). Not so with the gradient of a sum, nor for RMSNorm by words.
   const bool two_at_tie = odd ? spec.norm != NormKind::kLayerNorm : spec.adds;
   if (two >= wide && two >= four && (two_at_tie ? two >= three : two > three)) {
     return grid(2);
@@ -136,7 +136,7 @@ Grid best_grid(const BackwardSpec& spec, std::int64_t units, bool odd) {
   return grid(three >= four ? 3 : 4);
 }
 
-// The core table's tile that a row lies as, with three rows in flight; -1: there is none.
+// The tile of the core table that fits a row, with three rows in flight; -1 if there is none.
 int core_tile(const BackwardSpec& spec, std::int64_t cols) {
   const bool one_type = spec.input == spec.row && spec.grad_output == spec.row &&
                         (!spec.adds || spec.residual == spec.row) &&
@@ -159,7 +159,7 @@ int core_tile(const BackwardSpec& spec, std::int64_t cols) {
   return -1;
 }
 
-// How the lanes of a row take its units, whatever its address.
+// How the lanes of a row take its units, at any address.
 Grid grid_of(const BackwardSpec& spec, std::int64_t cols) {
   const std::int64_t units = ceil_div(cols, unit_of(spec));
   const int tile = core_tile(spec, cols);
@@ -171,7 +171,7 @@ Grid grid_of(const BackwardSpec& spec, std::int64_t cols) {
   return best_grid(spec, units, by_words(spec, cols));
 }
 
-// Shared memory of the lanes that share a warp and a row.
+// Shared memory for the lanes of one row within a warp.
 std::int64_t group_bytes(const BackwardSpec& spec, const BackwardPlan& plan) {
   const Streams streams = streams_of(spec);
   int stage = 0;
@@ -192,12 +192,12 @@ bool keeps_values(const BackwardSpec& spec, std::int64_t cols, const BackwardPla
   }
   const bool plain = plan.pack == 8 && plan.move == Move::kVectors && !spec.recovers &&
                      !spec.drops_input && !spec.drops_output && spec.variant == nullptr;
-  const bool full = cols == std::int64_t{plan.row_threads} * own;  // and no bounds are checked
+  const bool full = cols == std::int64_t{plan.row_threads} * own;  // no bounds are checked
   return plain && own <= 24 && plan.row_threads <= kWarpSize &&
          (spec.norm != NormKind::kLayerNorm || (full && !spec.adds));
 }
 
-// The tile of a row that moves so.
+// The tile of a row that is moved this way.
 BackwardPlan tile_of(const BackwardSpec& spec, std::int64_t cols, Move move) {
   const bool odd = by_words(spec, cols);
   const Grid grid = grid_of(spec, cols);
@@ -231,7 +231,7 @@ BackwardPlan tile_of(const BackwardSpec& spec, std::int64_t cols, Move move) {
   return plan;
 }
 
-// Threads of a CTA, for whole rows, as far as shared memory suffices; 0 if for none.
+// The threads of a CTA for which shared memory suffices, in whole rows; 0 if not even for one.
 std::int64_t threads_with_room(const BackwardPlan& plan, const BackwardSpec& spec,
                                const DeviceInfo& device) {
   const std::int64_t room = most_dynamic_shared(device) / plan.ctas_per_sm;
@@ -241,8 +241,8 @@ std::int64_t threads_with_room(const BackwardPlan& plan, const BackwardSpec& spe
   return threads / unit * unit;
 }
 
-// Rows in flight: three where all threads of the CTAs of an SM have room for them, and always in
-// the core table's tiles of one vector a lane.
+// Rows in flight: three if all threads of an SM's CTAs have room for them, and always in the core
+// table's tiles with one vector a lane.
 void fit_shared(BackwardPlan& plan, const BackwardSpec& spec, const DeviceInfo& device) {
   plan.stages = 3;
   const std::int64_t groups = plan.most_threads / plan.lanes;
@@ -256,8 +256,8 @@ void fit_shared(BackwardPlan& plan, const BackwardSpec& spec, const DeviceInfo& 
   }
 }
 
-// Whether rows of any address have room: which kernel takes a row does not depend on its address,
-// and by words a row needs the most.
+// Whether there is room for rows at any address. Which kernel takes a row must not depend on its
+// address, and rows moved by words need the most room.
 bool has_room(const BackwardSpec& spec, std::int64_t cols, const DeviceInfo& device) {
   if (cols > std::int64_t{kMostThreads} * 4 * unit_of(spec)) {
     return false;
@@ -267,12 +267,13 @@ bool has_room(const BackwardSpec& spec, std::int64_t cols, const DeviceInfo& dev
   return threads_with_room(plan, spec, device) > 0;
 }
 
-// Few rows for each team of threads: what comes before the first one and after the last one counts.
+// With fewer rows for each team of threads, the time before its first row and after its last one
+// counts.
 constexpr std::int64_t kFewSteps = 16;
 
-// CTAs for each of the groups: those that leave the fewest steps to the SM with the most, a few of
-// which each CTA takes to fill its stages. 81 groups of many rows have 13 CTAs each on 132 SMs, in
-// eight waves, where one each would leave 51 SMs idle.
+// The number of CTAs for each group: the one that leaves the fewest steps to the busiest SM,
+// counting the few that each CTA needs to fill its stages. 81 groups of many rows have 13 CTAs each
+// on 132 SMs, in eight waves; one each would leave 51 SMs idle.
 std::int64_t ctas_of_group(std::int64_t groups, std::int64_t steps, std::int64_t slots) {
   constexpr std::int64_t kFirstSteps = 2, kMostWaves = 8;
   std::int64_t best = 1, fewest = 0;
@@ -287,8 +288,8 @@ std::int64_t ctas_of_group(std::int64_t groups, std::int64_t steps, std::int64_t
   return best;
 }
 
-// How many rows a CTA has side by side, and how many CTAs there are.
-// The rows of a CTA are all of one group, if there are some.
+// How many rows a CTA takes side by side, and how many CTAs there are. The rows of a CTA belong to
+// one group, if there are groups.
 void lay_rows(BackwardPlan& plan, const BackwardSpec& spec, std::int64_t rows, std::int64_t cols,
               const DeviceInfo& device) {
   const int groups = groups_of(spec);
@@ -296,12 +297,12 @@ void lay_rows(BackwardPlan& plan, const BackwardSpec& spec, std::int64_t rows, s
   rows /= groups;
   std::int64_t most = threads_with_room(plan, spec, device);
   const int unit = std::max(plan.row_threads, kWarpSize);
-  // One CTA where it holds all rows, and needs no partial sums then. Else a CTA for every SM comes
-  // first, and then as many rows side by side as it holds.
+  // One CTA if it can hold all rows, because it needs no partial sums. Else one CTA for every SM,
+  // and then as many rows side by side as it holds.
   const std::int64_t most_rows = most / plan.row_threads;
   const std::int64_t rows_of_cta = rows <= most_rows ? rows : ceil_div(rows, multiprocessors);
-  // One row in eight less where there are many and no lane is idle: share of add with all and so,
-  // 0.945 0.957 at 131072x1024, 0.917 0.923 at 262144x256 (H200, bf16).
+  // One row in eight fewer if there are many and no lane is idle. Share of add with all rows and
+  // with fewer: 0.945 0.957 at 131072x1024, 0.917 0.923 at 262144x256 (H200, bf16).
   const std::int64_t own = std::int64_t{plan.vectors} * plan.pack;
   const bool full = plan.lanes == kWarpSize && plan.move == Move::kVectors &&
                     own <= 2 * unit_of(spec) && cols == plan.row_threads * own;
@@ -328,8 +329,8 @@ BackwardSpec spec_of(const NormBackwardArgs& args, const Variant* variant) {
                                        : args.dtype;
   const bool one_type = args.grad_input.dtype == row && args.grad_residual.dtype == row;
   const bool drops_input = args.dropout.active && args.drops_input;
-  // One gradient of the row's own type, and nothing to add to it: as without a residual. (Without
-  // one, a hook on saved tensors may have changed the type of x.)
+  // One gradient of the row's own type, to which nothing is added, is the case without a residual.
+  // (In that case, a hook on saved tensors may have changed the type of x.)
   const bool plain = args.grad_sum.data == nullptr && one_type && !drops_input;
   return {.norm = args.kind,
           .adds = !plain && (variant == nullptr || variant->shares_entries),
@@ -381,8 +382,8 @@ BackwardPlan plan_backward(const BackwardSpec& spec, std::int64_t rows, std::int
   BackwardPlan plan = tile_of(spec, cols, most_aligned);
   fit_shared(plan, spec, device);
   lay_rows(plan, spec, rows, cols, device);
-  // Two in flight, and the first is there sooner: us with three and with two, 8.1 7.4 at 2000x1024,
-  // 48.2 47.4 at 2048x12288 (H200, bf16).
+  // Two rows in flight, because the first one then arrives sooner. us with three and with two: 8.1
+  // 7.4 at 2000x1024, 48.2 47.4 at 2048x12288 (H200, bf16).
   const std::int64_t steps = ceil_div(rows, plan.ctas * plan.side_by_side);
   if (steps <= kFewSteps && plan.most_threads == kMostThreads) {
     plan.stages = 2;

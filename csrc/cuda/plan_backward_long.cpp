@@ -7,11 +7,11 @@
 namespace fused_op::cuda {
 namespace {
 
-// Fewer rows do not gain by clusters: us of two kernels and of clusters, 11.8 16.3 at
+// Fewer rows do not gain from clusters. us with two kernels and with clusters: 11.8 16.3 at
 // 16x65536, 28.3 22.3 at 32x65536 (bf16, H200).
 constexpr std::int64_t kFewestClusterRows = 32;
 
-// Rows of a chunk: fewer cost less than partial sums and their addition.
+// Rows of a chunk: with fewer, partial sums and their addition cost more than they save.
 constexpr std::int64_t kFewestChunkRows = 16;
 constexpr std::int64_t kMostChunks = 65535;  // of a grid
 constexpr int kCtasPerSm = 8;
@@ -26,7 +26,7 @@ int unit_of(const BackwardSpec& spec) {
   return kVectorBytes / (spec.adds ? std::max(widest, size_of(spec.residual)) : widest);
 }
 
-// Many rows: clusters, if rows in flight and the parameters have room.
+// Many rows go through clusters, if there is room for the rows in flight and the parameters.
 void plan_clusters(BackwardLongPlan& plan, const BackwardSpec& spec, std::int64_t rows,
                    const DeviceInfo& device) {
   if (plan.move != Move::kVectors || spec.adds || spec.variant != nullptr ||

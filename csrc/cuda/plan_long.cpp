@@ -13,8 +13,8 @@ namespace {
 constexpr int kMaxWarps = 16;  // of a CTA
 constexpr int kWarps = 8;      // of a CTA that shares its SM with others
 
-// A lane has four units of a part, of float64 two. Of rows by words it has as many elements, but 16
-// of a 32-bit row beside narrower streams.
+// A lane has four units of a part; with float64, two. Of rows moved by words it has the same number
+// of elements, but 16 of a 32-bit row beside narrower streams.
 void deal_parts(const ForwardSpec& spec, std::int64_t cols, LongForwardPlan& plan) {
   const Deal deal = deal_of(spec);
   const int size = size_of(spec.row);
@@ -31,13 +31,14 @@ std::int64_t part_cols(const LongForwardPlan& plan) {
   return std::int64_t{kWarpSize} * plan.pack * plan.vectors;
 }
 
-// Whether the row is all that is read, in vectors of 16 bytes.
+// Whether only the row is read, in vectors of 16 bytes.
 bool is_even_plain(const ForwardSpec& spec, const LongForwardPlan& plan) {
   return !plan.words && !spec.adds && plan.pack * size_of(spec.input) == kVectorBytes &&
          spec.output == spec.row;
 }
 
-// As few CTAs as hold the row's parts, of that many warps at most; none of them is without a part.
+// The fewest CTAs that hold the parts of a row, with at most so many warps. None of them is without
+// a part.
 bool lay_over_cluster(std::int64_t parts, int most_warps, int most_ctas, LongForwardPlan& plan) {
   const std::int64_t least = ceil_div(parts, std::int64_t{most_warps} * plan.parts);
   if (least > most_ctas) {
@@ -50,9 +51,9 @@ bool lay_over_cluster(std::int64_t parts, int most_warps, int most_ctas, LongFor
   return true;
 }
 
-// CTAs of 256 threads on an SM, by the registers that a thread needs: four leave 64, three 80, two
-// 128. H200, bf16, us with three and with four: 279 264 at 4096x32768, LayerNorm with a residual;
-// 275 222 at 4096x32767, RMSNorm.
+// CTAs of 256 threads on an SM, from the registers that a thread needs: with four CTAs it has 64,
+// with three 80, with two 128. H200, bf16, us with three and with four: 279 264 at 4096x32768,
+// LayerNorm with a residual; 275 222 at 4096x32767, RMSNorm.
 int many_ctas_per_sm(const ForwardSpec& spec, bool odd, const LongForwardPlan& plan) {
   const bool centred = spec.norm == NormKind::kLayerNorm;
   const bool is_double = spec.row == DType::kFloat64;
@@ -71,20 +72,20 @@ int many_ctas_per_sm(const ForwardSpec& spec, bool odd, const LongForwardPlan& p
   return 4;
 }
 
-// Many rows. A lane has two parts where these are all that it holds.
+// Many rows. A lane has two parts if it holds nothing else.
 bool plan_many(const ForwardSpec& spec, std::int64_t parts, bool odd, const DeviceInfo& device,
                LongForwardPlan& plan) {
   plan.form = LongForm::kCluster;
   plan.parts = is_even_plain(spec, plan) ? 2 : 1;
-  // Share of copy with one and with two, 0.95 0.98 at 4096x32768, bf16, RMSNorm.
+  // Share of copy with one row and with two: 0.95 0.98 at 4096x32768, bf16, RMSNorm.
   plan.ahead = plan.parts == 2 && size_of(spec.row) == 2 && !spec.dropout ? 2 : 1;
   plan.most_threads = kWarps * kWarpSize;
   plan.ctas_per_sm = many_ctas_per_sm(spec, odd, plan);
   return lay_over_cluster(parts, kWarps, device.max_cluster, plan);
 }
 
-// Few rows, over as many CTAs as fill the GPU with four parts or more each; and rows that take more
-// than CTAs of 256 threads.
+// Few rows, each over enough CTAs to fill the GPU, with four parts or more in each; and rows that
+// need more than CTAs of 256 threads.
 bool plan_few(std::int64_t parts, std::int64_t rows, const DeviceInfo& device,
               LongForwardPlan& plan) {
   plan.form = LongForm::kCluster;
@@ -96,14 +97,14 @@ bool plan_few(std::int64_t parts, std::int64_t rows, const DeviceInfo& device,
   if (least > device.max_cluster) {
     return false;
   }
-  // us in clusters of 16 and of 8, 2.52 2.35 at 8x65536 (H200, bf16, LayerNorm).
+  // us in clusters of 16 and of 8: 2.52 2.35 at 8x65536 (H200, bf16, LayerNorm).
   const std::int64_t most = std::max(least, std::min<std::int64_t>(8, parts / 4));
   const std::int64_t wanted = std::clamp(ceil_div(device.multiprocessors, rows), least, most);
   return lay_over_cluster(parts, static_cast<int>(ceil_div(parts, wanted)), device.max_cluster,
                           plan);
 }
 
-// Rows in turn, of which a warp has one part each.
+// Rows in turn. Each warp has one part of a row.
 bool plan_in_turn(const ForwardSpec& spec, std::int64_t parts, const DeviceInfo& device,
                   LongForwardPlan& plan) {
   const std::int64_t stage_bytes =
@@ -121,7 +122,7 @@ bool plan_in_turn(const ForwardSpec& spec, std::int64_t parts, const DeviceInfo&
       kMaxWarps / half > 2 * (kMaxWarps / ceil_div(parts, ctas))) {
     ctas *= 2;
   }
-  // The GPU runs as many clusters of sixteen CTAs as of nine, or hardly fewer.
+  // The GPU runs almost as many clusters of sixteen CTAs as of nine.
   ctas = ctas > 8 ? device.max_cluster : ctas;
   plan.form = LongForm::kInTurn;
   plan.parts = 1;
@@ -133,9 +134,9 @@ bool plan_in_turn(const ForwardSpec& spec, std::int64_t parts, const DeviceInfo&
   return true;
 }
 
-// Whether rows in turn are faster than a cluster a row: where much is computed, where clusters are
-// large, and where there are rows for a few turns at most. H200, bf16, us of a cluster a row and in
-// turn: 12.3 9.1 at 256x32768, 9.9 7.3 for RMSNorm.
+// Whether rows in turn are faster than one cluster for each row: if there is much to compute, if
+// clusters are large, or if there are only enough rows for a few turns. H200, bf16, us with a
+// cluster for each row and in turn: 12.3 9.1 at 256x32768; RMSNorm, 9.9 7.3.
 bool turns_pay(const ForwardSpec& spec, std::int64_t rows, const LongForwardPlan& many,
                const DeviceInfo& device) {
   const bool can = is_even_plain(spec, many) && !spec.dropout && spec.row != DType::kFloat64;
@@ -169,7 +170,7 @@ LongForwardPlan plan_long_forward(const ForwardSpec& spec, std::int64_t rows, st
   }
   LongForwardPlan plan = streamed;
   const bool has_many = plan_many(spec, parts, by_words(spec, cols), device, plan);
-  // All rows are on the GPU at once: latency counts.
+  // All rows are on the GPU at once, so latency counts.
   const bool few = has_many && rows * plan.cluster <= std::int64_t{device.multiprocessors} * 2;
   if (has_many && !few && turns_pay(spec, rows, plan, device)) {
     LongForwardPlan in_turn = streamed;
@@ -192,7 +193,7 @@ LongForwardPlan plan_long_forward(const ForwardSpec& spec, std::int64_t rows, st
 
 std::int64_t ctas_in_turn(const LongForwardPlan& plan, std::int64_t rows, int active) {
   std::int64_t clusters = std::int64_t{active} * (kMaxWarps / plan.cta_parts);  // side by side
-  // The largest CTAs in two waves, of which one begins where the other ends.
+  // The largest CTAs in two waves; one begins where the other ends.
   if (plan.cluster <= 2 && plan.cta_parts == kMaxWarps && rows >= clusters * 32) {
     clusters = ceil_div(rows, ceil_div(rows, 2 * clusters));
   }

@@ -1,5 +1,5 @@
-// What the plans of forward and backward share: the words of a kernel's name, and where rows begin.
-// Host code without CUDA or torch.
+// What the plans of forward and backward share: the parts of a kernel's name, and whether rows are
+// aligned. Host code without CUDA or torch.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ inline std::string norm_name(NormKind norm) {
                                        : "fused_op::BiasedRmsNorm";
 }
 
-// What a variant's kernels read in packs beside the streams of every call.
+// The rows that a variant's kernels read in packs, beside the streams of every call.
 inline std::vector<const ConstRows*> read_beside(const Variant& variant) {
   std::vector<const ConstRows*> found;
   for (const ConstRows* rows : {&variant.beside, &variant.entries[0], &variant.entries[1]}) {
@@ -34,7 +34,7 @@ inline std::vector<const ConstRows*> read_beside(const Variant& variant) {
   return found;
 }
 
-// An epilogue, of x̂ rounded to the type of the input where `rounds_first`.
+// The name of an epilogue. With `rounds_first`, x̂ is rounded to the type of the input.
 inline std::string epilogue_name(std::initializer_list<std::string> arguments, bool rounds_first,
                                  DType input) {
   const std::string affine = "fused_op::Affine" + joined(arguments);

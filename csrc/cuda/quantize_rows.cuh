@@ -1,6 +1,6 @@
 // Rows of an output in memory to 8 bits and scales: the second half of what forward_quantized.cuh
-// does at once, for rows that it does not take, those too long for a CTA and those of no whole
-// number of vectors. Compiled by nvcc and by NVRTC; torch-free.
+// does at once, for the rows that it does not take: those too long for a CTA, and those that are
+// not whole vectors. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include "cuda/dependent_launch.cuh"

@@ -1,4 +1,4 @@
-// What the launch of a quantised forward and its kernels agree on. Host and device; torch-free.
+// What the launch of a quantised forward and its kernels share. Host and device; torch-free.
 #pragma once
 
 #include "core/quantize.h"

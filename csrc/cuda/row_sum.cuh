@@ -10,7 +10,7 @@ namespace fused_op::cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// 1 / value for a normal value, to the last bit or next to it: three instructions where the
+// 1 / value for a normal value, exact or off by one unit in the last place. Three instructions; the
 // compiler's division takes twenty and a call.
 __device__ __forceinline__ float reciprocal(float value) {
   float estimate;
@@ -41,11 +41,11 @@ __device__ __forceinline__ void lane_sums(A (&values)[kValues]) {
   }
 }
 
-// Moments of values from sums[0], that of their deviations from a pivot, and sums[1], that of the
-// squares of these: both can be taken at once, where deviations from the mean would wait for it.
-// False where the subtraction here cancels more than a factor of 16: the mean is to be the pivot
-// then. As the pivot is one of the values or the mean of some, one row in ten thousand of normal
-// values asks for that.
+// Moments from sums[0], the sum of the values' deviations from a pivot, and sums[1], the sum of
+// their squares. Both can be summed at once, whereas deviations from the mean would have to wait
+// for it. Returns false if the subtraction cancels more than a factor of 16; the mean then has to
+// be the pivot. The pivot is one of the values or the mean of some, so this happens for one in ten
+// thousand rows of normally distributed values.
 template <typename A>
 __device__ __forceinline__ bool moments_of(const A (&sums)[2], A pivot, A inverse_count,
                                            Moments<A>& moments) {

@@ -58,7 +58,8 @@ std::string sha256(std::string_view text) {
   for (; done + kBlock <= text.size(); done += kBlock) {
     add_block(state, text.data() + done);
   }
-  // What is left, a one bit, zeros, and the length in bits as the last eight bytes of a block.
+  // The rest of the text, a one bit, zeros, and the length in bits as the last eight bytes of a
+  // block.
   std::string rest(text.substr(done));
   rest += '\x80';
   rest.append((2 * kBlock - 8 - rest.size()) % kBlock, '\0');

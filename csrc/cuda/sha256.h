@@ -7,7 +7,7 @@
 
 namespace fused_op::cuda {
 
-// In hexadecimal digits, 64 of them.
+// As 64 hexadecimal digits.
 std::string sha256(std::string_view text);
 
 }  // namespace fused_op::cuda

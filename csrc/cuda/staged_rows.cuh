@@ -1,7 +1,7 @@
-// How backward_kernel reads rows ahead of the one it works on: cp.async into shared memory. With
-// Vectors each lane reads back only what it copied, and no barrier is needed; with Words a warp's
-// part of a row is copied as aligned blocks of 16 bytes, and lanes read back words of each other's.
-// Device code; torch-free.
+// How backward_kernel reads ahead of the row it works on: cp.async into shared memory. With
+// Vectors, each lane reads back only what it copied, and needs no barrier. With Words, a warp's
+// part of a row is copied in aligned blocks of 16 bytes, and lanes read each other's words. Device
+// code; torch-free.
 #pragma once
 
 #include <type_traits>
@@ -131,8 +131,8 @@ struct StagedStream<Vectors, Tile, T> {
   }
 };
 
-// The rows of x, dy and the third stream, if there is one, on their way through shared memory: of
-// kStages rows one is at hand and the others are being copied.
+// The rows of x, dy and the third stream, if there is one, on their way through shared memory. Of
+// kStages rows, one is in use and the others are being copied.
 template <typename Op, typename Tile>
 class StagedRows {
   using Access = typename Op::Access;
@@ -175,7 +175,7 @@ class StagedRows {
     }
   }
 
-  // Starts to copy the row that comes kStages - 1 after this one, and waits for this one.
+  // Starts to copy the row that comes kStages - 1 rows later, and waits for this one.
   __device__ __forceinline__ void advance_to(std::int64_t row) {
     if constexpr (!Access::kWhole) {
       __syncwarp();  // the neighbours have read what is overwritten now

@@ -1,4 +1,4 @@
-"""Calls of the variants for every_kernel.py: each op, option and kind of plan, forward and backward.
+"""Calls of the variants for every_kernel.py: every op, option and kind of plan, both directions.
 
 Plans of variants are those of the norms, whose traits every_kernel.py enumerates. Here each variant
 runs with each of its options at rows that share a warp, that a warp or a CTA has, and that clusters

@@ -25,7 +25,11 @@ def run_python(code: str, path: Path = ROOT, **env: str) -> subprocess.Completed
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=path,  # -c puts it first on sys.path
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), **env},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+            **env,
+        },
         capture_output=True,
         text=True,
         timeout=120,

@@ -43,7 +43,7 @@ void check_residual_kind(const char* op, const at::Tensor& residual, const at::T
 
 void check_bias_allowed(const char* op, NormKind norm, bool has_bias) {
   TORCH_CHECK(norm == NormKind::kLayerNorm || !has_bias, op,
-              ": rms_norm has no bias, so that it must be None");
+              ": rms_norm has no bias, so it must be None");
 }
 
 void check_dropout(const char* op, double p, const OptionalTensor& rng_state,

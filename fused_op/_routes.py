@@ -244,8 +244,7 @@ def warn_of_missing_kernel(error: RuntimeError) -> None:
     if not warned:
         warned.append(error.with_traceback(None))
         warnings.warn(
-            "fused_op: PyTorch's operations, which are slower, take calls of which a kernel is "
-            f"missing. The first: {error}",
+            f"fused_op: slower PyTorch operations replace missing kernels. The first: {error}",
             stacklevel=2,
         )
 

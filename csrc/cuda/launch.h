@@ -54,7 +54,7 @@ const Kernel& require_kernel(const KernelKey& key, const DeviceInfo& device, Sou
   if (const Kernel* const kernel = find_kernel(key, device, source)) [[likely]] {
     return *kernel;
   }
-  throw KernelError("a kernel cannot be had: " + why_no_kernel());
+  throw KernelError("a kernel is not available: " + why_no_kernel());
 }
 
 // A kernel for each width is faster, but costs half a second and some memory. A process with more

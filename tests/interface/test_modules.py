@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 
 import fused_op

@@ -1,4 +1,4 @@
-"""Where a kernel cannot be had, PyTorch's operations take the call, after one warning.
+"""If a kernel is not available, PyTorch operations take the call, after one warning.
 
 The calls that would launch one raise here what they raise on a GPU without a compiler, so that no
 GPU is needed; test_first_use.py has the real thing. Catches a route on which the error
@@ -33,7 +33,7 @@ def lose(monkeypatch):
     real = fused_op_cuda.norm
 
     def refuse(*args):
-        raise fused_op_cuda.KernelError("a kernel cannot be had: on purpose")
+        raise fused_op_cuda.KernelError("a kernel is not available: on purpose")
 
     def norm(*args):  # says where a call goes, before it needs a kernel
         result = real(*args)
@@ -51,7 +51,7 @@ def warnings_of(function):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = function()
-    return result, [str(w.message) for w in caught if "kernel cannot be had" in str(w.message)]
+    return result, [str(w.message) for w in caught if "kernel is not available" in str(w.message)]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
@@ -81,8 +81,8 @@ def test_one_warning(op, device, lose):
 
     _, told = warnings_of(calls)
     assert told == [
-        "fused_op: PyTorch's operations, which are slower, take calls of which a kernel is "
-        "missing. The first: a kernel cannot be had: on purpose"
+        "fused_op: slower PyTorch operations replace missing kernels. The first: a kernel is not "
+        "available: on purpose"
     ]
     for page in ("first_use.md", "troubleshooting.md"):
         assert told[0].removesuffix("on purpose") in (DOCS / page).read_text()
@@ -170,7 +170,7 @@ def test_required(op, device, lose, monkeypatch, grad):
     result = loss(op.fused(*args))
     lose()
     monkeypatch.setenv("FUSED_OP_JIT", "require")
-    with pytest.raises(fused_op_cuda.KernelError, match="a kernel cannot be had: on purpose"):
+    with pytest.raises(fused_op_cuda.KernelError, match="a kernel is not available: on purpose"):
         op.fused(*args)
     if grad:
         with pytest.raises(fused_op_cuda.KernelError, match="on purpose"):

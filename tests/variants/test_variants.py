@@ -246,14 +246,14 @@ def test_a_missing_kernel_is_said_once(call, monkeypatch):
     expected = run(variant.fused, inputs, torch.ones(SMALL), options)
 
     def missing(*args):
-        raise KernelError("a kernel cannot be had: of this test")
+        raise KernelError("a kernel is not available: of this test")
 
     broken = variant.variant.ops._replace(forward=missing, backward=missing)
     replaced = type(variant.variant)(broken)
     monkeypatch.setattr(variant.variant, "ops", broken)
     monkeypatch.setattr(variant.variant, "function", replaced.function)
     monkeypatch.setattr(fused_op._routes, "warned", [])
-    with pytest.warns(UserWarning, match="a kernel cannot be had: of this test"):
+    with pytest.warns(UserWarning, match="a kernel is not available: of this test"):
         found = run(variant.fused, inputs, torch.ones(SMALL), options)
     for name, t in found.items():
         assert_same(t, expected[name])

@@ -71,7 +71,7 @@ extern "C" int forward(int kind, int dtype, int param_dtype, std::int64_t rows, 
   args.output.data = y;
   args.stats = stats;
   args.eps = 1e-5;
-  return static_cast<int>(guarded([&] { return cuda::norm_forward(args, stream); }));
+  return static_cast<int>(guarded([&] { return cuda::norm_forward(args, nullptr, stream); }));
 }
 // Without a workspace: returns its bytes. With one: launches, and returns the error.
 extern "C" std::int64_t backward(int kind, int dtype, int param_dtype, std::int64_t rows,
@@ -94,9 +94,9 @@ extern "C" std::int64_t backward(int kind, int dtype, int param_dtype, std::int6
   args.grad_bias = dbias;
   args.workspace = workspace;
   if (workspace == nullptr) {
-    return guarded([&] { return static_cast<std::int64_t>(cuda::norm_backward_workspace(args)); });
+    return guarded([&] { return std::int64_t(cuda::norm_backward_workspace(args, nullptr)); });
   }
-  return guarded([&] { return cuda::norm_backward(args, stream); });
+  return guarded([&] { return cuda::norm_backward(args, nullptr, stream); });
 }
 """
 # The core table's kernels of another pair: null, so that they are compiled at their first use.
@@ -104,6 +104,7 @@ LEFT_OUT = """
 template <> const void* cuda::core_forward_of<{0}>(NormKind, bool, int) {{ return nullptr; }}
 template <> const void* cuda::core_backward_of<{0}>(NormKind, bool, int) {{ return nullptr; }}
 """
+ROUNDED = "BFloat16, BFloat16, true"  # whose x̂ is rounded before the weight
 NO_PARTIALS = "template <> const void* cuda::core_partials_of<{0}>() {{ return nullptr; }}\n"
 
 
@@ -112,7 +113,7 @@ def build(tree: Path, pair: str, library: Path, arch: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         others = [types for name, (*_, types) in PAIRS.items() if name != pair and types]
-        code = DOOR + "".join(LEFT_OUT.format(types) for types in others)
+        code = DOOR + "".join(LEFT_OUT.format(types) for types in [*others, ROUNDED])
         for types in others:  # those of a pair of one type have the sums of its parameters
             row, parameters = types.split(", ")
             code += NO_PARTIALS.format(row) if row == parameters else ""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fused_op import (
     fused_add_rms_norm,
+    fused_channels_first_layer_norm,
     fused_gated_add_layer_norm,
     fused_gated_rms_norm,
     fused_l2_norm,
@@ -155,6 +156,17 @@ def _rope(
     return Variant(name, functions | more, 1, weights, *size, shapes, HEAD)
 
 
+def _images(function: Callable[..., Any], x: Tensor, *parameters: Tensor) -> Any:
+    """Of SAMPLES images: the memory of the rows, as planes."""
+    return function(x.view(SAMPLES, x.shape[1], -1), *parameters)
+
+
+def _permuted(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    rows = x.movedim(1, -1)
+    y = torch.nn.functional.layer_norm(rows, weight.shape, weight, bias, 1e-6)
+    return y.movedim(-1, 1).contiguous()
+
+
 VARIANTS = (
     _gated("gated_rms_norm, silu", partial(_fla_gated, "swish")),
     _gated("gated_rms_norm, sigmoid", partial(_fla_gated, "sigmoid"), activation="sigmoid"),
@@ -194,6 +206,18 @@ VARIANTS = (
             "torch.compile": _compiled(reference.fused_gated_add_layer_norm),
         },
         rows=2, weights=0, forward_bytes=8, backward_bytes=12, entries=3,
+    ),
+    Variant(
+        "channels_first_layer_norm",
+        {
+            "fused_op": partial(_images, fused_channels_first_layer_norm),
+            "torch.compile": _compiled(
+                partial(_images, reference.fused_channels_first_layer_norm)
+            ),
+            "permuted": partial(_images, _permuted),
+        },
+        rows=1, weights=2, forward_bytes=4, backward_bytes=6,
+        shapes=((802816, 96), (200704, 192), (50176, 384), (12544, 768)),
     ),
     _rope(
         "rms_norm_rope", _heads, reference.fused_rms_norm_rope, fused_rms_norm_rope,

@@ -244,4 +244,54 @@ bool post_add_pre_forward(PostAddPreForwardArgs& args, at::Device device) {
 #endif
 }
 
+void channels_first_forward(const ChannelsFirstForwardArgs& args, at::Device device) {
+  if (device.is_cpu()) {
+    const cpu::Level& level = loops();
+    parallel_for(cpu::channels_first_tiles(args.rows, args.pixels),
+                 cpu::tile_pixels(args.pixels) * args.cols,
+                 [&](std::int64_t first_tile, std::int64_t last_tile) {
+                   level.channels_first_forward(args, first_tile, last_tile);
+                 });
+    return;
+  }
+#ifdef FUSED_OP_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(device);
+  check_launch(cuda::channels_first_forward(args, c10::cuda::getCurrentCUDAStream()), "forward");
+#else
+  fail_without_cuda();
+#endif
+}
+
+void channels_first_backward(ChannelsFirstBackwardArgs& args, at::Device device) {
+  at::Tensor workspace;  // lives until the kernels have been queued
+  const auto allocate = [&](std::size_t bytes) {
+    if (bytes > 0) {
+      workspace = empty({static_cast<std::int64_t>(bytes)}, at::kByte, device);
+      args.workspace = workspace.mutable_data_ptr();
+    }
+  };
+  if (device.is_cpu()) {
+    const cpu::BackwardWork work = cpu::channels_first_work(args);
+    allocate(work.workspace_bytes(args.dtype));
+    const cpu::Level& level = loops();
+    parallel_for(work.chunks, work.chunk_elements,
+                 [&](std::int64_t first_chunk, std::int64_t last_chunk) {
+                   level.channels_first_backward(args, first_chunk, last_chunk, work.chunks);
+                 });
+    if (work.cols > 0) {
+      parallel_for(work.cols, work.chunks, [&](std::int64_t first_col, std::int64_t last_col) {
+        level.add_chunks(args, work.chunks, first_col, last_col);
+      });
+    }
+    return;
+  }
+#ifdef FUSED_OP_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(device);
+  allocate(cuda::channels_first_workspace(args));
+  check_launch(cuda::channels_first_backward(args, c10::cuda::getCurrentCUDAStream()), "backward");
+#else
+  fail_without_cuda();
+#endif
+}
+
 }  // namespace fused_op::backend

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 
+#include "core/channels_first.h"
 #include "core/norm_args.h"
 #include "core/post_add_pre.h"
 #include "core/quantize.h"
@@ -35,6 +36,11 @@ void norm_backward(NormBackwardArgs& args, at::Device device, const Variant* var
 // Both norms in one pass over the rows. Returns false, having done nothing, if no kernel takes them
 // together. Run one after the other, they give the same bits.
 bool post_add_pre_forward(PostAddPreForwardArgs& args, at::Device device);
+
+// Norms over the channels of images.
+void channels_first_forward(const ChannelsFirstForwardArgs& args, at::Device device);
+// Allocates args.workspace.
+void channels_first_backward(ChannelsFirstBackwardArgs& args, at::Device device);
 
 // The instruction set of the CPU's loops: "default", "avx2" or "avx512".
 const char* cpu_level();

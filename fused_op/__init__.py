@@ -37,6 +37,10 @@ if (_tree / "csrc" / "fused_op.h").exists() and (
     )
 
 from . import reference  # noqa: E402  the checks above have to come first
+from ._channels_first import (  # noqa: E402
+    fused_channels_first_layer_norm,
+    fused_channels_first_rms_norm,
+)
 from ._compile_pass import CompilePass, CompilePassReport, compile_pass  # noqa: E402
 from ._disabled import disabled  # noqa: E402
 from ._gated_rms_norm import FusedGatedRMSNorm, fused_gated_rms_norm  # noqa: E402
@@ -102,6 +106,8 @@ __all__ = [
     "fused_add_layer_norm_quantized",
     "fused_add_rms_norm",
     "fused_add_rms_norm_quantized",
+    "fused_channels_first_layer_norm",
+    "fused_channels_first_rms_norm",
     "fused_gated_add_layer_norm",
     "fused_gated_add_rms_norm",
     "fused_gated_rms_norm",

@@ -7,12 +7,13 @@ norms is in ``_norm_formula.py``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from . import quantized  # `import X as X` below: callers find X here, too
+from ._channels_first_formula import channels_first
 from ._modulated_formula import beside as beside
 from ._modulated_formula import gated_sum as gated_sum
 from ._modulated_formula import modulated as modulated
@@ -316,6 +317,30 @@ def fused_post_add_pre_rms_norm(
         rounding=rounding,
         residual_dtype=residual_dtype,
     )
+
+
+def fused_channels_first_layer_norm(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    activation: Literal["silu"] | None = None,
+) -> Tensor:
+    """Twin of :func:`fused_op.fused_channels_first_layer_norm`."""
+    return channels_first("layer_norm", input, weight, bias, eps, activation)
+
+
+def fused_channels_first_rms_norm(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    activation: Literal["silu"] | None = None,
+) -> Tensor:
+    """Twin of :func:`fused_op.fused_channels_first_rms_norm`."""
+    return channels_first("rms_norm", input, weight, bias, eps, activation)
 
 
 fused_rms_norm_quantized = quantized_twin(quantized.fused_rms_norm_quantized)

@@ -158,4 +158,15 @@ BackwardWork backward_work(const NormBackwardArgs& args, const Variant* variant)
   return work_of(args, whole.rows, whole.cols, norm_backward_chunks(whole));
 }
 
+std::int64_t channels_first_tiles(std::int64_t rows, std::int64_t pixels) {
+  return rows / pixels * PixelTile::tiles_of_sample(pixels, tile_pixels(pixels));
+}
+
+BackwardWork channels_first_work(const ChannelsFirstBackwardArgs& args) {
+  const std::int64_t tiles = channels_first_tiles(args.rows, args.pixels);
+  const std::int64_t tile_elements = tile_pixels(args.pixels) * args.cols;
+  const std::int64_t tiles_each = std::max<std::int64_t>(1, 32768 / tile_elements);
+  return work_of(args, args.rows, args.cols, std::clamp<std::int64_t>(tiles / tiles_each, 1, 64));
+}
+
 }  // namespace fused_op::cpu

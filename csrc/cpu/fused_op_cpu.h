@@ -41,4 +41,8 @@ struct BackwardWork {
 BackwardWork backward_work(const NormBackwardArgs& args, const Variant* variant);
 std::int64_t norm_backward_chunks(const NormBackwardArgs& args);
 
+// Tiles of pixels, and chunks of them.
+std::int64_t channels_first_tiles(std::int64_t rows, std::int64_t pixels);
+BackwardWork channels_first_work(const ChannelsFirstBackwardArgs& args);
+
 }  // namespace fused_op::cpu

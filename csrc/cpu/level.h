@@ -15,6 +15,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/channels_first.h"
 #include "core/gated.h"
 #include "core/modulated.h"
 #include "core/norm_args.h"
@@ -53,6 +54,14 @@ constexpr int kTiles = 4;                           // in use at a time
 
 std::int64_t norm_backward_chunks(const NormBackwardArgs& args);  // fused_op_cpu.h
 
+// Pixels of a tile of core/channels_first.h: those of 16 bits are two lines of the cache. Images of
+// a few pixels have tiles of their own.
+constexpr int kTilePixels = 64;
+constexpr int kFewPixels = 16;
+constexpr std::int64_t tile_pixels(std::int64_t pixels) {
+  return pixels > kFewPixels ? kTilePixels : kFewPixels;
+}
+
 // The sums over the rows that share an entry: the two of core/modulated.h, and the gate's.
 constexpr int kEntrySums = 3;
 
@@ -89,6 +98,13 @@ struct Level {
   void (*variant_backward_columns)(VariantId id, const NormBackwardArgs& args,
                                    std::int64_t first_col, std::int64_t last_col,
                                    std::int64_t chunks);
+  void (*channels_first_forward)(const ChannelsFirstForwardArgs& args, std::int64_t first_tile,
+                                 std::int64_t last_tile);
+  void (*channels_first_backward)(const ChannelsFirstBackwardArgs& args, std::int64_t first_chunk,
+                                  std::int64_t last_chunk, std::int64_t chunks);
+  // Adds the partial sums of so many chunks up to the parameters' gradients.
+  void (*add_chunks)(const NormBackwardArgs& args, std::int64_t chunks, std::int64_t first_col,
+                     std::int64_t last_col);
 };
 
 extern const Level kDefaultLevel;

@@ -3,6 +3,7 @@
 
 #include "cpu/add.h"
 #include "cpu/backward.h"
+#include "cpu/channels_first.h"
 #include "cpu/forward.h"
 #include "cpu/gated.h"
 #include "cpu/level.h"
@@ -84,7 +85,10 @@ constexpr Level level_of(const char* name) {
           backward_columns,
           variant_forward,
           variant_backward_rows,
-          variant_backward_columns};
+          variant_backward_columns,
+          channels_first_forward,
+          channels_first_backward,
+          add_chunks};
 }
 
 }  // namespace fused_op::cpu::FUSED_OP_CPU_LEVEL

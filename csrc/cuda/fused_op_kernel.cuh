@@ -11,6 +11,9 @@
 //   quantize_pack.cuh         packs of an output to 8 bits, by quantized_plan.h
 //   forward_quantized.cuh     forward_kernel with an output in 8 bits
 //   quantize_rows.cuh         quantize_rows_kernel, for outputs in memory
+//   channels_first.cuh        how threads share pixels and channels, by channels_first.h
+//   forward_channels_first.cuh
+//                             channels_first_forward_kernel: norms over the channels of images
 //   long_rows.cuh             the parts of a row that is too long for a CTA's registers
 //   cluster_exchange.cuh      how the CTAs of a cluster share sums
 //   forward_cluster.cuh       forward_cluster_kernel: one row for each cluster
@@ -25,6 +28,8 @@
 //   backward_long.h           how rows longer than a CTA are cut up
 //   backward_columns.cuh      two kernels for them
 //   backward_cluster.cuh      one kernel for many of them
+//   backward_channels_first.cuh
+//                             channels_first_backward_kernel
 //   add_partials.cuh          add_partials_kernel, the last step of the parameter gradients
 //
 // Their launches, on the host:
@@ -33,17 +38,20 @@
 //   core_table.h              the kernels compiled with the extension: fused_op_kernel.cu
 //   kernels.h                 where all others come from: the package, a cache, or compile.cpp
 //   launch.h                  launch_forward.cpp, launch_quantized.cpp, launch_post_add_pre.cpp,
-//                             launch_backward.cpp, launch_backward_long.cpp
+//                             launch_backward.cpp, launch_backward_long.cpp,
+//                             launch_channels_first.cpp
 //
 // The formulas are in core/norm_math.h. Where a row comes from and what happens to it are in
 // core/source.h and core/epilogue.h. All torch-free.
 #pragma once
 
 #include "cuda/add_partials.cuh"
+#include "cuda/backward_channels_first.cuh"
 #include "cuda/backward_cluster.cuh"
 #include "cuda/backward_columns.cuh"
 #include "cuda/backward_few.cuh"
 #include "cuda/backward_rows.cuh"
+#include "cuda/forward_channels_first.cuh"
 #include "cuda/forward_cluster.cuh"
 #include "cuda/forward_flat.cuh"
 #include "cuda/forward_in_turn.cuh"

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <optional>
 
+#include "core/channels_first.h"
 #include "core/norm_args.h"
 #include "core/post_add_pre.h"
 #include "core/quantize.h"
@@ -27,6 +28,11 @@ cudaError_t norm_quantized(const NormForwardArgs& args, const Quantization& to,
 
 // Two norms in one kernel. Returns nothing, and launches nothing, if no kernel takes the call.
 std::optional<cudaError_t> post_add_pre_forward(PostAddPreForwardArgs& args, cudaStream_t stream);
+
+// Norms over channels, and what backward needs of scratch.
+cudaError_t channels_first_forward(const ChannelsFirstForwardArgs& args, cudaStream_t stream);
+std::size_t channels_first_workspace(const ChannelsFirstBackwardArgs& args);
+cudaError_t channels_first_backward(const ChannelsFirstBackwardArgs& args, cudaStream_t stream);
 
 // Bytes of scratch that norm_backward needs for these args on the current device; may be 0.
 // args.workspace is not read.

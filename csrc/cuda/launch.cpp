@@ -148,6 +148,20 @@ std::optional<cudaError_t> post_add_pre_forward(PostAddPreForwardArgs& args, cud
   return cudaGetLastError();
 }
 
+cudaError_t channels_first_forward(const ChannelsFirstForwardArgs& args, cudaStream_t stream) {
+  launch_channels_first(args, device_info(), stream);
+  return cudaGetLastError();
+}
+
+std::size_t channels_first_workspace(const ChannelsFirstBackwardArgs& args) {
+  return static_cast<std::size_t>(plan_channels_first(args, device_info()).partials_bytes);
+}
+
+cudaError_t channels_first_backward(const ChannelsFirstBackwardArgs& args, cudaStream_t stream) {
+  launch_channels_first(args, device_info(), stream);
+  return cudaGetLastError();
+}
+
 std::size_t norm_backward_workspace(const NormBackwardArgs& args, const Variant* variant) {
   return backward_workspace(args, variant, device_info());
 }

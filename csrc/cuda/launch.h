@@ -27,6 +27,8 @@ enum class KernelKind {
   kQuantizedForward,
   kQuantizeRows,
   kPostAddPre,
+  kChannelsFirstForward,
+  kChannelsFirstBackward,
 };
 
 // Packs fields into the bits of a kernel's key. Throws if a value does not fit into its bits.
@@ -100,6 +102,12 @@ void launch_quantized(const QuantizedForwardArgs& args, const DeviceInfo& device
 // Returns false, and launches nothing, if no kernel takes both norms. Fills in what is null.
 bool launch_post_add_pre(PostAddPreForwardArgs& args, const DeviceInfo& device,
                          cudaStream_t stream);
+
+// Norms over channels.
+void launch_channels_first(const ChannelsFirstForwardArgs& args, const DeviceInfo& device,
+                           cudaStream_t stream);
+void launch_channels_first(const ChannelsFirstBackwardArgs& args, const DeviceInfo& device,
+                           cudaStream_t stream);
 
 std::size_t backward_workspace(const NormBackwardArgs& args, const Variant* variant,
                                const DeviceInfo& device);

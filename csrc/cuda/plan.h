@@ -10,10 +10,12 @@
 #include <cstdint>
 #include <string>
 
+#include "core/channels_first.h"
 #include "core/norm_args.h"
 #include "core/post_add_pre.h"
 #include "core/quantize.h"
 #include "core/variant.h"
+#include "cuda/channels_first.h"
 #include "cuda/device_info.h"
 
 namespace fused_op::cuda {
@@ -29,6 +31,8 @@ constexpr const char* kForwardStreamedHeader = "cuda/forward_streamed.cuh";
 constexpr const char* kQuantizedHeader = "cuda/forward_quantized.cuh";
 constexpr const char* kPostAddPreHeader = "cuda/forward_post_add_pre.cuh";
 constexpr const char* kQuantizeRowsHeader = "cuda/quantize_rows.cuh";
+constexpr const char* kChannelsFirstForwardHeader = "cuda/forward_channels_first.cuh";
+constexpr const char* kChannelsFirstBackwardHeader = "cuda/backward_channels_first.cuh";
 constexpr const char* kBackwardHeader = "cuda/backward_rows.cuh";
 constexpr const char* kFewHeader = "cuda/backward_few.cuh";
 constexpr const char* kColumnsHeader = "cuda/backward_columns.cuh";
@@ -283,6 +287,14 @@ std::int64_t partials_bytes(const BackwardSpec& spec, std::int64_t parts, std::i
 std::string op_name(const BackwardSpec& spec, Move move);
 // Whether the rows fit into a CTA, as plan_backward decides.
 bool fits_cta(const NormBackwardArgs& args, const BackwardSpec& spec, const DeviceInfo& device);
+// Norms over channels.
+ChannelsFirstPlan plan_channels_first(const ChannelsFirstForwardArgs& args,
+                                      const DeviceInfo& device);
+ChannelsFirstPlan plan_channels_first(const ChannelsFirstBackwardArgs& args,
+                                      const DeviceInfo& device);
+std::string kernel_name(const ChannelsFirstForwardArgs& args, const ChannelsFirstPlan& plan);
+std::string kernel_name(const ChannelsFirstBackwardArgs& args, const ChannelsFirstPlan& plan);
+
 // The kernel that adds partial sums.
 std::string partials_kernel_name(const BackwardSpec& spec);
 

@@ -18,6 +18,8 @@ from tests.calls import outputs
 from tests.numerics.test_quantized import OPS, RULES, tensors_of
 from tests.ops import F64, Pair
 from tests.variants.table import CALLS, Variant
+from tests.variants.test_channels_first import CASES, Case
+from tests.variants.test_channels_first import arguments as image_arguments
 from tests.variants.test_modulated_norm import FUNCTIONS, arguments
 from tests.variants.test_rms_norm_rope import angles
 
@@ -25,6 +27,11 @@ SHAPES = [(5, 2), (7, 24), (9, 33), (40, 128), (6, 1000), (300, 1024), (3, 4999)
 MODULATED = [  # shape of the input, of the entries
     ((3, 5, 64), (3, 1, 64)), ((2, 40, 1024), (1024,)), ((2, 3, 7, 200), (2, 3, 1, 200)),
     ((4, 9, 33), (4, 9, 33)), ((2, 3, 20000), (2, 1, 20000)),
+]  # fmt: skip
+
+IMAGES = [  # of each number of warps and size of packs, and of channels that are read again
+    (2, 1, 5), (3, 16, 49), (1, 24, 4096), (2, 96, 3136), (1, 200, 1000), (2, 768, 196),
+    (1, 2051, 130), (70, 48, 6),
 ]  # fmt: skip
 
 
@@ -36,6 +43,8 @@ def calls(pair: Pair) -> Iterator[Callable[[], None]]:
         yield partial(_run_modulated, function, shape, entries, pair)
     for cols, style in itertools.product((64, 80, 128, 256), ("neox", "gptj")):
         yield partial(_run_packed, cols, style, pair)
+    for case, shape in itertools.product(CASES, IMAGES):
+        yield partial(_run_images, Case(*case), shape, pair)
     if pair.rows != F64:
         for op, rule, cols in itertools.product(OPS, RULES, (8, 129, 1024, 5000, 40000)):
             yield partial(_run_quantized, op, rule, cols, pair)
@@ -55,6 +64,10 @@ def _run_variant(variant: Variant, options: dict, shape: tuple[int, ...], pair: 
 def _run_modulated(function: Callable, shape: tuple, entries: tuple, pair: Pair) -> None:
     given = arguments(function, shape, entries, pair.rows, params=pair.params, device="cuda")
     _backward(function(*(given[name].requires_grad_() for name in given)))
+
+
+def _run_images(case: Case, shape: tuple[int, ...], pair: Pair) -> None:
+    _backward(case.fused(**image_arguments(shape, pair, "cuda", requires_grad=True)))
 
 
 def _run_packed(cols: int, style: str, pair: Pair) -> None:

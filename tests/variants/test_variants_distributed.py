@@ -14,6 +14,7 @@ if not torch.distributed.is_available():
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from fused_op import fused_channels_first_layer_norm
 from tests.calls import loss, outputs
 from tests.contexts.ranks import ranks_fixture
 from tests.ops import F32, Pair
@@ -54,3 +55,14 @@ def test_variants_on_shards(first, others, ranks_2):
             continue  # each rank has angles of its own: tests/contexts/test_distributed_rope.py
         if first == others or len(variant.rows) > 1:
             ranks_2.run(check_variant, number, PLACEMENTS[first], PLACEMENTS[others])
+
+
+def check_images(device):
+    mesh = init_device_mesh(device, (2,))
+    images = distribute_tensor(torch.randn(2, 3, 4, 4, device=device), mesh, [Shard(0)])
+    with pytest.raises(NotImplementedError, match="sharding strategy"):
+        fused_channels_first_layer_norm(images)
+
+
+def test_images_have_no_rules(ranks_2):
+    ranks_2.run(check_images)

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "core/channels_first.h"
 #include "core/gated_variant.h"
 #include "core/modulated_variant.h"
 #include "core/norm_args.h"
@@ -380,6 +381,20 @@ bool gpu_quantizes_in_registers(const fused_op::NormForwardArgs* args) {
 }
 const char* gpu_quantized(const fused_op::NormForwardArgs* args, const fused_op::Quantization* to) {
   return outcome([&] { return fused_op::cuda::norm_quantized(*args, *to, nullptr); });
+}
+const char* gpu_channels_first_forward(const fused_op::NormForwardArgs* args, std::int64_t pixels,
+                                       bool silu) {
+  return outcome(
+      [&] { return fused_op::cuda::channels_first_forward({*args, pixels, silu}, nullptr); });
+}
+std::int64_t gpu_channels_first_workspace(const fused_op::NormBackwardArgs* args,
+                                          std::int64_t pixels, bool silu) {
+  return static_cast<std::int64_t>(fused_op::cuda::channels_first_workspace({*args, pixels, silu}));
+}
+const char* gpu_channels_first_backward(const fused_op::NormBackwardArgs* args, std::int64_t pixels,
+                                        bool silu) {
+  return outcome(
+      [&] { return fused_op::cuda::channels_first_backward({*args, pixels, silu}, nullptr); });
 }
 std::int64_t gpu_workspace(const fused_op::NormBackwardArgs* args) {
   return static_cast<std::int64_t>(fused_op::cuda::norm_backward_workspace(*args, nullptr));

@@ -1,0 +1,352 @@
+// The norms over channels, of tiles of neighbouring pixels: core/channels_first.h. Each pixel has a
+// lane of its own, in loops over all channels. A tile is read from memory once and then from the
+// cache. Included by a level alone: level.h.
+#pragma once
+
+#include "core/channels_first.h"
+#include "cpu/elements.h"
+#include "cpu/gated.h"
+#include "cpu/level.h"
+#include "cpu/pixels.h"
+
+namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
+
+// Channels whose terms are added in A; totals are double.
+constexpr std::int64_t kSumChannels = 32;
+
+template <typename Norm, int kLanes, typename E, typename A>
+class ChannelsFirstForward {
+ public:
+  explicit ChannelsFirstForward(const ChannelsFirstForwardArgs& call)
+      : args_(call), parameters_(call) {}
+
+  void run(std::int64_t first_tile, std::int64_t last_tile) {
+    for (std::int64_t number = first_tile; number < last_tile; ++number) {
+      const PixelTile tile(number, kLanes, args_.cols, args_.pixels);
+      normalize(tile);
+      args_.silu ? apply<true>(tile) : apply<false>(tile);
+    }
+  }
+
+ private:
+  struct PixelTotals {
+    alignas(64) double sum[kLanes] = {};
+    alignas(64) double squares[kLanes] = {};
+  };
+  using Reader = PixelReader<kLanes, E, A>;
+
+  // Near enough to the mean of each pixel: a few channels tell where it is.
+  void find_centers(const PixelTile& tile, A (&centers)[kLanes]) const {
+    std::fill_n(centers, kLanes, A(0));
+    if constexpr (Norm::kCentered) {
+      Reader read(args_.input.data, tile, args_.pixels);
+      const std::int64_t few = std::min<std::int64_t>(args_.cols, 16);
+      const A part = A(1) / static_cast<A>(few);
+      for (std::int64_t i = 0; i < few; ++i) {
+        const A* const x = read(i * args_.cols / few);
+#pragma omp simd
+        for (int j = 0; j < kLanes; ++j) {
+          centers[j] += x[j] * part;
+        }
+      }
+    }
+  }
+
+  void add_deviations(const PixelTile& tile, A scale, const A (&centers)[kLanes],
+                      PixelTotals& totals) const {
+    Reader read(args_.input.data, tile, args_.pixels);
+    for (std::int64_t first = 0; first < args_.cols; first += kSumChannels) {
+      const std::int64_t last = std::min(first + kSumChannels, args_.cols);
+      alignas(64) A sum[kLanes] = {};
+      alignas(64) A squares[kLanes] = {};
+      for (std::int64_t channel = first; channel < last; ++channel) {
+        const A* const x = read(channel);
+#pragma omp simd
+        for (int j = 0; j < kLanes; ++j) {
+          const A deviation = x[j] * scale - centers[j];
+          if (Norm::kCentered) {
+            sum[j] += deviation;
+          }
+          squares[j] += deviation * deviation;
+        }
+      }
+#pragma omp simd
+      for (int j = 0; j < kLanes; ++j) {
+        totals.sum[j] += static_cast<double>(sum[j]);
+        totals.squares[j] += static_cast<double>(squares[j]);
+      }
+    }
+  }
+
+  // As Forward::moments_of of cpu/forward.h: NaN where the center was far from the mean.
+  Moments<A> moments_of(A center, double sum, double squares) const {
+    const double offset = sum / static_cast<double>(args_.cols);
+    const double mean = static_cast<double>(center) + offset;
+    const A rounded = static_cast<A>(mean);
+    const double lost = offset * sum;
+    const double second = squares - lost;
+    return {rounded, static_cast<A>(mean - static_cast<double>(rounded)),
+            lost > second ? std::numeric_limits<A>::quiet_NaN() : static_cast<A>(second)};
+  }
+  static bool needs_care(A second) { return !(second <= Limits<A>::kLargest); }
+
+  void finish(std::int64_t row, int lane, const Moments<A>& found, A scale) {
+    const auto cols = static_cast<double>(args_.cols);
+    const A mean_square = static_cast<A>(static_cast<double>(found.second) / cols);
+    const Normalizer<A> normalizer = Norm::normalizer(
+        Moments<A>{found.mean, found.rest, mean_square}, scale, A(1), static_cast<A>(args_.eps));
+    normalizers_.put(lane, normalizer);
+    if (args_.stats != nullptr) {
+      Norm::save(normalizer, found, static_cast<A*>(args_.stats), row, args_.rows);
+    }
+  }
+
+  void normalize(const PixelTile& tile) {
+    alignas(64) A centers[kLanes];
+    find_centers(tile, centers);
+    PixelTotals totals;
+    add_deviations(tile, A(1), centers, totals);
+    for (int j = 0; j < tile.count; ++j) {
+      const Moments<A> found = moments_of(centers[j], totals.sum[j], totals.squares[j]);
+      if (needs_care(found.second)) {
+        take_care(tile, j, found.mean);
+      } else {
+        finish(tile.row + j, j, found, A(1));
+      }
+    }
+    for (int j = static_cast<int>(tile.count); j < kLanes; ++j) {
+      normalizers_.put(j, {A(1), A(0), A(0), A(0)});
+    }
+  }
+
+  // A pixel whose center was far from its mean, or whose squares overflowed.
+  __attribute__((noinline)) void take_care(const PixelTile& tile, int lane, A mean) {
+    PixelTile one = tile;
+    one.first += lane;
+    one.count = 1;
+    const auto measure = [&](A scale, A center) {
+      alignas(64) A centers[kLanes] = {center};
+      PixelTotals totals;
+      add_deviations(one, scale, centers, totals);
+      return moments_of(center, totals.sum[0], totals.squares[0]);
+    };
+    A scale = A(1);
+    Moments<A> found = measure(scale, mean);
+    if (needs_care(found.second)) {
+      scale = Limits<A>::kScale;
+      found = Moments<A>{};
+      for (int i = 0; i < (Norm::kCentered ? 3 : 1); ++i) {
+        found = measure(scale, found.mean);
+      }
+      unscale(found, scale);
+    }
+    finish(tile.row + lane, lane, found, scale);
+  }
+
+  template <bool kSilu>
+  void apply(const PixelTile& tile) {
+    Reader read(args_.input.data, tile, args_.pixels);
+    for (std::int64_t channel = 0; channel < args_.cols; ++channel) {
+      const A* const x = read(channel);
+      const A weight = parameters_.weight(channel);
+      const A bias = parameters_.bias(channel);
+      alignas(64) A xhat[kLanes], y[kLanes], slope[kLanes];
+      normalize_pixels<Norm, kLanes>(x, normalizers_.scale, normalizers_.mean, normalizers_.shift,
+                                     normalizers_.rstd, xhat);
+      affine_pixels<kLanes>(xhat, weight, bias, y);
+      if constexpr (kSilu) {
+        std::copy_n(y, kLanes, xhat);
+        activate<false>(xhat, kLanes, y, slope);
+      }
+      write_pixels<kLanes, E>(y, args_.output.data, tile, args_.pixels, channel);
+    }
+  }
+
+  const ChannelsFirstForwardArgs& args_;
+  const ChannelParameters<A, ChannelsFirstForwardArgs> parameters_;
+  PixelNormalizers<kLanes, A> normalizers_;
+};
+
+template <typename Norm, int kLanes, typename E, typename A>
+class ChannelsFirstBackward {
+ public:
+  explicit ChannelsFirstBackward(const ChannelsFirstBackwardArgs& call)
+      : args_(call),
+        parameters_(call),
+        sums_parameters_(call.grad_weight != nullptr || call.grad_bias != nullptr) {}
+
+  void run(std::int64_t first_chunk, std::int64_t last_chunk, std::int64_t chunks) {
+    const std::int64_t samples = args_.rows / args_.pixels;
+    const std::int64_t tiles = samples * PixelTile::tiles_of_sample(args_.pixels, kLanes);
+    const std::int64_t count = sums_parameters_ ? 2 * args_.cols : 0;
+    const std::unique_ptr<double[]> sums(new double[count]);
+    for (std::int64_t chunk = first_chunk; chunk < last_chunk; ++chunk) {
+      std::fill_n(sums.get(), count, 0.0);
+      for (std::int64_t number = chunk * tiles / chunks; number < (chunk + 1) * tiles / chunks;
+           ++number) {
+        const PixelTile tile(number, kLanes, args_.cols, args_.pixels);
+        args_.silu ? run_tile<true>(tile, sums.get()) : run_tile<false>(tile, sums.get());
+      }
+      if (sums_parameters_) {
+        A* const partials = static_cast<A*>(args_.workspace) + chunk * count;
+        std::transform(sums.get(), sums.get() + count, partials,
+                       [](double sum) { return static_cast<A>(sum); });
+      }
+    }
+  }
+
+ private:
+  using Reader = PixelReader<kLanes, E, A>;
+
+  struct Pixels {
+    alignas(64) A mean_wdy[kLanes];
+    alignas(64) A along_xhat[kLanes];
+    alignas(64) A rstd[kLanes];
+  };
+
+  // Of a channel: x̂ and dn.
+  template <bool kSilu>
+  FUSED_OP_CPU_INLINE void normalize(const A* x, const A* dy, A weight, A bias, A (&xhat)[kLanes],
+                                     A (&dn)[kLanes]) const {
+    normalize_pixels<Norm, kLanes>(x, normalizers_.scale, normalizers_.mean, normalizers_.shift,
+                                   normalizers_.rstd, xhat);
+    std::copy_n(dy, kLanes, dn);
+    if constexpr (kSilu) {
+      alignas(64) A n[kLanes], value[kLanes], slope[kLanes];
+      affine_pixels<kLanes>(xhat, weight, bias, n);
+      activate<false>(n, kLanes, value, slope);
+      multiply(slope, kLanes, dn);
+    }
+  }
+
+  template <bool kSilu>
+  void run_tile(const PixelTile& tile, double* sums) {
+    for (int j = 0; j < kLanes; ++j) {
+      const bool is_there = j < tile.count;
+      const auto stats = static_cast<const A*>(args_.stats);
+      normalizers_.put(j, is_there ? Norm::saved(stats, tile.row + j, args_.rows).normalizer()
+                                   : Normalizer<A>{A(1), A(0), A(0), A(0)});
+    }
+    Reader read_x(args_.x.data, tile, args_.pixels);
+    Reader read_dy(args_.grad_output.data, tile, args_.pixels);
+    Pixels pixels;
+    if (sums_parameters_ || args_.grad_input.data != nullptr) {
+      add_up<kSilu>(read_x, read_dy, sums, pixels);
+    }
+    if (args_.grad_input.data == nullptr) {
+      return;
+    }
+    for (std::int64_t channel = 0; channel < args_.cols; ++channel) {
+      const A weight = parameters_.weight(channel);
+      alignas(64) A xhat[kLanes], dn[kLanes], dx[kLanes];
+      normalize<kSilu>(read_x(channel), read_dy(channel), weight, parameters_.bias(channel), xhat,
+                       dn);
+#pragma omp simd
+      for (int j = 0; j < kLanes; ++j) {
+        const A wdy = dn[j] * weight;
+        const A centered = Norm::kCentered ? wdy - pixels.mean_wdy[j] : wdy;
+        dx[j] = multiply_add(-xhat[j], pixels.along_xhat[j], centered * pixels.rstd[j]);
+      }
+      write_pixels<kLanes, E>(dx, args_.grad_input.data, tile, args_.pixels, channel);
+    }
+  }
+
+  // The two sums of each pixel, as Pullback of core/norm_math.h has them, and those of each
+  // channel.
+  template <bool kSilu>
+  void add_up(Reader& read_x, Reader& read_dy, double* sums, Pixels& pixels) const {
+    alignas(64) double totals[kLanes] = {};
+    alignas(64) double products[kLanes] = {};
+    for (std::int64_t first = 0; first < args_.cols; first += kSumChannels) {
+      const std::int64_t last = std::min(first + kSumChannels, args_.cols);
+      alignas(64) A sum[kLanes] = {};
+      alignas(64) A product[kLanes] = {};
+      for (std::int64_t channel = first; channel < last; ++channel) {
+        const A weight = parameters_.weight(channel);
+        alignas(64) A xhat[kLanes], dn[kLanes];
+        normalize<kSilu>(read_x(channel), read_dy(channel), weight, parameters_.bias(channel), xhat,
+                         dn);
+        if (sums_parameters_) {
+          add_parameters(xhat, dn, sums + channel);
+        }
+#pragma omp simd
+        for (int j = 0; j < kLanes; ++j) {
+          const A wdy = dn[j] * weight;
+          sum[j] += wdy;
+          product[j] += wdy * xhat[j];
+        }
+      }
+#pragma omp simd
+      for (int j = 0; j < kLanes; ++j) {
+        totals[j] += static_cast<double>(sum[j]);
+        products[j] += static_cast<double>(product[j]);
+      }
+    }
+    const double inverse = 1 / static_cast<double>(args_.cols);
+    for (int j = 0; j < kLanes; ++j) {
+      const Normalizer<A> normalizer = normalizers_[j];
+      pixels.rstd[j] = normalizer.true_rstd();
+      pixels.mean_wdy[j] = static_cast<A>(totals[j] * inverse);
+      pixels.along_xhat[j] = static_cast<A>(products[j] * inverse) * pixels.rstd[j];
+    }
+  }
+  FUSED_OP_CPU_INLINE void add_parameters(const A (&xhat)[kLanes], const A (&dn)[kLanes],
+                                          double* sums) const {
+    alignas(64) A products[kLanes];
+#pragma omp simd
+    for (int j = 0; j < kLanes; ++j) {
+      products[j] = dn[j] * xhat[j];
+    }
+    sums[0] += static_cast<double>(add_lanes(products));
+    sums[args_.cols] += static_cast<double>(add_lanes(dn));
+  }
+
+  const ChannelsFirstBackwardArgs& args_;
+  const ChannelParameters<A, ChannelsFirstBackwardArgs> parameters_;
+  const bool sums_parameters_;
+  PixelNormalizers<kLanes, A> normalizers_;
+};
+
+// Calls function<Norm, kLanes, E, A>().
+template <typename Args, typename Function>
+void with_pixels(const Args& args, const Function& function) {
+  const auto with_elements = [&]<typename Norm, int kLanes>() {
+    switch (args.dtype) {
+      case DType::kFloat16:
+        return function.template operator()<Norm, kLanes, Float16, float>();
+      case DType::kBFloat16:
+        return function.template operator()<Norm, kLanes, BFloat16, float>();
+      case DType::kFloat32:
+        return function.template operator()<Norm, kLanes, float, float>();
+      case DType::kFloat64:
+        return function.template operator()<Norm, kLanes, double, double>();
+    }
+  };
+  const auto with_lanes = [&]<typename Norm>() {
+    if (tile_pixels(args.pixels) == kTilePixels) {
+      with_elements.template operator()<Norm, kTilePixels>();
+    } else {
+      with_elements.template operator()<Norm, kFewPixels>();
+    }
+  };
+  if (args.kind == NormKind::kLayerNorm) {
+    with_lanes.template operator()<LayerNorm>();
+  } else {
+    with_lanes.template operator()<BiasedRmsNorm>();
+  }
+}
+
+inline void channels_first_forward(const ChannelsFirstForwardArgs& args, std::int64_t first_tile,
+                                   std::int64_t last_tile) {
+  with_pixels(args, [&]<typename Norm, int kLanes, typename E, typename A>() {
+    ChannelsFirstForward<Norm, kLanes, E, A>(args).run(first_tile, last_tile);
+  });
+}
+inline void channels_first_backward(const ChannelsFirstBackwardArgs& args, std::int64_t first_chunk,
+                                    std::int64_t last_chunk, std::int64_t chunks) {
+  with_pixels(args, [&]<typename Norm, int kLanes, typename E, typename A>() {
+    ChannelsFirstBackward<Norm, kLanes, E, A>(args).run(first_chunk, last_chunk, chunks);
+  });
+}
+
+}  // namespace fused_op::cpu::FUSED_OP_CPU_LEVEL

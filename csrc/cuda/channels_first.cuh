@@ -1,0 +1,259 @@
+// What the kernels of norms over channels share: where a thread stands, how it reads channels, and
+// sums over them. Device code; torch-free.
+#pragma once
+
+#include "core/convert.h"
+#include "core/norm_math.h"
+#include "cuda/access.cuh"
+#include "cuda/channels_first.h"
+#include "cuda/row_sum.cuh"
+
+namespace fused_op::cuda {
+
+// What a kernel is compiled for. E: what is read and written; W: the parameters.
+template <typename Norm_, typename E_, typename W_, int kPack, int kWarps_, int kGroups_,
+          int kChannels_, bool kSilu_>
+struct ChannelsFirstOp {
+  using Norm = Norm_;
+  using E = E_;
+  using W = W_;
+  using A = Accumulator<E>;
+  static constexpr int N = kPack;
+  static constexpr int kWarps = kWarps_;
+  static constexpr int kGroups = kGroups_;
+  static constexpr int kChannels = kChannels_;
+  static constexpr bool kSilu = kSilu_;
+  static constexpr bool kKept = kChannels > 0;
+  static constexpr int kEach = (kChannels + kWarps - 1) / kWarps;  // channels of a warp, at most
+  static constexpr int kThreads = kWarpSize * kWarps * kGroups;
+  static constexpr int kTile = kWarpSize * N;  // pixels
+  // Of forward: 128 registers a thread where channels are kept, else 64. ptxas by itself takes
+  // fewer in some kernels, and spills.
+  static constexpr int kCtasPerSm = (kKept ? 512 : 1024) / kThreads;
+};
+
+// Where a thread stands in the tile of its group.
+template <typename Op>
+struct PixelPlace {
+  int lane;
+  int warp;             // of the group
+  int group;            // of the CTA
+  bool live;            // false past the last pixel: such lanes compute on zeros and store nothing
+  std::int64_t row;     // of the first pixel of the lane
+  std::int64_t first;   // element of its first channel
+  std::int64_t stride;  // from channel to channel
+  std::int64_t channels;
+
+  __device__ __forceinline__ PixelPlace(std::int64_t number, std::int64_t tiles,
+                                        std::int64_t all_channels, std::int64_t pixels)
+      : lane(static_cast<int>(threadIdx.x)),
+        warp(static_cast<int>(threadIdx.y)),
+        group(static_cast<int>(threadIdx.z)),
+        stride(pixels),
+        channels(Op::kKept ? Op::kChannels : all_channels) {
+    const PixelTile tile(number < tiles ? number : 0, Op::kTile, channels, pixels);
+    live = number < tiles && lane * Op::N < tile.count;
+    row = tile.row + lane * Op::N;
+    first = tile.first + lane * Op::N;
+  }
+  __device__ __forceinline__ std::int64_t channel(int i) const { return warp + i * Op::kWarps; }
+  __device__ __forceinline__ bool has(int i) const {
+    return (Op::kKept && (i + 1) * Op::kWarps <= Op::kChannels) || channel(i) < channels;
+  }
+  __device__ __forceinline__ std::int64_t element(int i) const {
+    return first + channel(i) * stride;
+  }
+  // The same place, of whose elements the compiler does not keep the offsets that it has made for
+  // loads: they would take more registers than what is loaded.
+  __device__ __forceinline__ PixelPlace again() const {
+    PixelPlace same = *this;
+    asm volatile("" : "+l"(same.stride));
+    return same;
+  }
+  // Channels of this warp.
+  __device__ __forceinline__ int count() const {
+    return static_cast<int>((channels - warp + Op::kWarps - 1) / Op::kWarps);
+  }
+};
+
+// A lane's pixels in its warp's channels: in registers, or read again whenever they are asked for.
+template <typename Op, bool kKept>
+class Channels {
+  using E = typename Op::E;
+  static constexpr int N = Op::N;
+
+ public:
+  __device__ __forceinline__ Channels(const void* data, const PixelPlace<Op>& place)
+      : from_(static_cast<const E*>(data)), place_(place) {
+    if constexpr (kKept) {
+#pragma unroll
+      for (int i = 0; i < Op::kEach; ++i) {
+        packs_[i] = read(i);
+      }
+    }
+  }
+  template <typename A>
+  __device__ __forceinline__ void get(int i, A (&values)[N]) const {
+    if constexpr (kKept) {
+      to_values(packs_[i], values);
+    } else {
+      to_values(read(i), values);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ Pack<E, N> read(int i) const {
+    Pack<E, N> pack;
+    clear(pack);
+    load_bytes_if<sizeof(E) * N, false>(place_.live && place_.has(i), from_ + place_.element(i),
+                                        pack.words);
+    return pack;
+  }
+
+  const E* from_;
+  const PixelPlace<Op>& place_;
+  Pack<E, N> packs_[kKept ? Op::kEach : 1];
+};
+
+// Weight and bias of a channel; of what is absent, what changes nothing, not even a zero's sign.
+template <typename Op>
+struct ChannelParameters {
+  using A = typename Op::A;
+  using W = typename Op::W;
+
+  const W* weights;
+  const W* biases;
+
+  __device__ __forceinline__ static A read(const W* from, std::int64_t channel, A absent) {
+    if (from == nullptr) {
+      return absent;
+    }
+    Pack<W, 1> pack;
+    clear(pack);
+    load_bytes_if<sizeof(W), false>(true, from + channel, pack.words);
+    A values[1];
+    to_values(pack, values);
+    return values[0];
+  }
+  __device__ __forceinline__ A weight(std::int64_t channel) const {
+    return read(weights, channel, A(1));
+  }
+  __device__ __forceinline__ A bias(std::int64_t channel) const {
+    return read(biases, channel, A(-0.0));
+  }
+};
+
+// Calls add(i, parts) for all channels of a warp, and adds up the parts of a few channels each.
+template <typename Op, bool kKept, int kValues, typename Add>
+__device__ __forceinline__ void add_channels(const PixelPlace<Op>& place,
+                                             typename Op::A (&totals)[kValues][Op::N],
+                                             const Add& add) {
+  using A = typename Op::A;
+  const auto add_folded = [&](const A(&parts)[kValues][Op::N]) {
+#pragma unroll
+    for (int k = 0; k < kValues; ++k) {
+#pragma unroll
+      for (int j = 0; j < Op::N; ++j) {
+        totals[k][j] += parts[k][j];
+      }
+    }
+  };
+  if constexpr (kKept) {
+#pragma unroll
+    for (int first = 0; first < Op::kEach; first += kFoldedChannels) {
+      A parts[kValues][Op::N] = {};
+#pragma unroll
+      for (int i = first; i < first + kFoldedChannels && i < Op::kEach; ++i) {
+        if (place.has(i)) {
+          add(i, parts);
+        }
+      }
+      add_folded(parts);
+    }
+  } else {
+    const int count = place.count();
+#pragma unroll 1
+    for (int first = 0; first < count; first += kFoldedChannels) {
+      A parts[kValues][Op::N] = {};
+      const int last = first + kFoldedChannels < count ? first + kFoldedChannels : count;
+#pragma unroll 4
+      for (int i = first; i < last; ++i) {
+        add(i, parts);
+      }
+      add_folded(parts);
+    }
+  }
+}
+
+// Calls each(i) for all channels of a warp, with no sums.
+template <typename Op, bool kKept, typename Each>
+__device__ __forceinline__ void for_channels(const PixelPlace<Op>& place, const Each& each) {
+  if constexpr (kKept) {
+#pragma unroll
+    for (int i = 0; i < Op::kEach; ++i) {
+      if (place.has(i)) {
+        each(i);
+      }
+    }
+  } else {
+    const int count = place.count();
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) {
+      each(i);
+    }
+  }
+}
+
+// Sums over the warps of a group, of up to kMost values for each pixel, in the order of the warps.
+// All threads of the group call.
+template <typename Op, int kMost>
+struct WarpSums {
+  using A = typename Op::A;
+  static constexpr int N = Op::N;
+  using Shared = A[Op::kGroups][kMost][Op::kWarps][Op::kTile];
+
+  Shared& shared;
+
+  __device__ __forceinline__ static void barrier(const PixelPlace<Op>& place) {
+    row_barrier(place.group, Op::kWarps * kWarpSize);
+  }
+  template <int kValues>
+  __device__ __forceinline__ void add(const PixelPlace<Op>& place, A (&values)[kValues][N]) const {
+    static_assert(kValues <= kMost);
+    if constexpr (Op::kWarps == 1) {
+      return;
+    }
+#pragma unroll
+    for (int k = 0; k < kValues; ++k) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        shared[place.group][k][place.warp][j * kWarpSize + place.lane] = values[k][j];
+      }
+    }
+    barrier(place);
+#pragma unroll
+    for (int k = 0; k < kValues; ++k) {
+#pragma unroll 1
+      for (int slot = place.warp * kWarpSize + place.lane; slot < Op::kTile;
+           slot += Op::kWarps * kWarpSize) {
+        A total = shared[place.group][k][0][slot];
+#pragma unroll
+        for (int warp = 1; warp < Op::kWarps; ++warp) {
+          total += shared[place.group][k][warp][slot];
+        }
+        shared[place.group][k][0][slot] = total;
+      }
+    }
+    barrier(place);
+#pragma unroll
+    for (int k = 0; k < kValues; ++k) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        values[k][j] = shared[place.group][k][0][j * kWarpSize + place.lane];
+      }
+    }
+    barrier(place);  // read by all before it is written again
+  }
+};
+
+}  // namespace fused_op::cuda

@@ -1,0 +1,190 @@
+// The forward of norms over channels: core/channels_first.h. A lane has the same few pixels in many
+// channels, so that a warp reads neighbouring pixels, and the sums of a pixel are those of a lane
+// and then of a few warps. Compiled by NVRTC; torch-free.
+#pragma once
+
+#include "cuda/channels_first.cuh"
+#include "cuda/dependent_launch.cuh"
+
+namespace fused_op::cuda {
+
+// The forward of a tile, of which a kernel makes all from what it keeps, or reads it again.
+template <typename Op, bool kKept>
+struct ChannelsFirstForward {
+  using A = typename Op::A;
+  using E = typename Op::E;
+  using Norm = typename Op::Norm;
+  using Sums = WarpSums<Op, Norm::kCentered ? 2 : 1>;
+  static constexpr int N = Op::N;
+
+  const ChannelsFirstForwardArgs& args;
+  const PixelPlace<Op>& place;
+  const Channels<Op, kKept>& x;
+  const Sums& sums;
+
+  // As moments_of_lanes of forward_rows.cuh.
+  __device__ __forceinline__ void find_moments(A scale, bool refined,
+                                               Moments<A> (&moments)[N]) const {
+    const A inverse = reciprocal(static_cast<A>(place.channels));
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      moments[j] = {};
+    }
+    if constexpr (Norm::kCentered) {
+      add_mean(scale, inverse, moments);
+      if (refined) {
+        add_mean(scale, inverse, moments);
+      }
+    }
+    constexpr int kValues = Norm::kCentered ? 2 : 1;
+    A totals[kValues][N] = {};
+    add_channels<Op, kKept>(place, totals, [&](int i, A(&parts)[kValues][N]) {
+      A values[N];
+      x.get(i, values);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const A deviation = multiply_add(values[j], scale, -moments[j].mean);
+        parts[0][j] = multiply_add(deviation, deviation, parts[0][j]);
+        if constexpr (Norm::kCentered) {
+          parts[1][j] += deviation;
+        }
+      }
+    });
+    sums.add(place, totals);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      moments[j].second = totals[0][j];
+      if constexpr (Norm::kCentered) {
+        moments[j].rest = totals[1][j] * inverse;
+        moments[j].second -= totals[1][j] * moments[j].rest;
+      }
+    }
+  }
+  __device__ __forceinline__ void add_mean(A scale, A inverse, Moments<A> (&moments)[N]) const {
+    A totals[1][N] = {};
+    add_channels<Op, kKept>(place, totals, [&](int i, A(&parts)[1][N]) {
+      A values[N];
+      x.get(i, values);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        parts[0][j] += multiply_add(values[j], scale, -moments[j].mean);
+      }
+    });
+    sums.add(place, totals);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      moments[j].mean += totals[0][j] * inverse;
+    }
+  }
+
+  // Of lanes past the last pixel, whose elements are zeros, too.
+  __device__ __forceinline__ bool trusts(const Moments<A> (&moments)[N]) const {
+    bool all = true;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      all = all && trusted(moments[j], static_cast<A>(place.channels));
+    }
+    return all;
+  }
+
+  __device__ __forceinline__ void write(Moments<A> (&moments)[N], A (&scales)[N]) const {
+    const A inverse = reciprocal(static_cast<A>(place.channels));
+    Normalizer<A> normalizers[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      unscale(moments[j], scales[j]);
+      normalizers[j] = Norm::normalizer(moments[j], scales[j], inverse, static_cast<A>(args.eps));
+      if (args.stats != nullptr && place.warp == 0 && place.live) {
+        Norm::save(normalizers[j], moments[j], static_cast<A*>(args.stats), place.row + j,
+                   args.rows);
+      }
+    }
+    const ChannelParameters<Op> parameters{static_cast<const typename Op::W*>(args.weight),
+                                           static_cast<const typename Op::W*>(args.bias)};
+    const PixelPlace<Op> target = place.again();
+    for_channels<Op, kKept>(place, [&](int i) {
+      const A weight = parameters.weight(place.channel(i));
+      const A bias = parameters.bias(place.channel(i));
+      A values[N];
+      x.get(i, values);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const A n = multiply_add(Norm::normalized(values[j], normalizers[j]), weight, bias);
+        values[j] = Op::kSilu ? activation<false>(n).value : n;
+      }
+      if (place.live) {
+        store_bytes<sizeof(E) * N>(static_cast<E*>(args.output.data) + target.element(i),
+                                   rounded<E>(values).words);
+      }
+    });
+  }
+};
+
+// All of a group with pixels that are not trusted(): those alone get other moments than before,
+// with the mean refined, and then times Limits::kScale. A function of its own, so that the common
+// path pays no registers for it.
+template <typename Op>
+__device__ __noinline__ void finish_untrusted_pixels(
+    const ChannelsFirstForwardArgs& args, std::int64_t number, std::int64_t tiles,
+    typename ChannelsFirstForward<Op, false>::Sums sums) {
+  using A = typename Op::A;
+  constexpr int N = Op::N;
+  const PixelPlace<Op> place(number, tiles, args.cols, args.pixels);
+  const Channels<Op, false> x(args.input.data, place);
+  const ChannelsFirstForward<Op, false> forward{args, place, x, sums};
+  Moments<A> moments[N];
+  A scales[N];
+  forward.find_moments(A(1), false, moments);
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    scales[j] = A(1);
+  }
+#pragma unroll 1
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    const A scale = attempt == 0 ? A(1) : Limits<A>::kScale;
+    Moments<A> refined[N];
+    forward.find_moments(scale, true, refined);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const bool again = attempt == 0 ? !trusted(moments[j], static_cast<A>(place.channels))
+                                      : overflowed(moments[j]);
+      if (again) {
+        moments[j] = refined[j];
+        scales[j] = scale;
+      }
+    }
+  }
+  forward.write(moments, scales);
+}
+
+// grid: a group of threads for each tile; block: (kWarpSize, kWarps, kGroups).
+template <typename Op>
+__global__ void __launch_bounds__(Op::kThreads, Op::kCtasPerSm)
+    channels_first_forward_kernel(const __grid_constant__ ChannelsFirstForwardArgs args,
+                                  const std::int64_t tiles) {
+  using A = typename Op::A;
+  using Forward = ChannelsFirstForward<Op, Op::kKept>;
+  __shared__ typename Forward::Sums::Shared shared;
+  const std::int64_t number =
+      static_cast<std::int64_t>(blockIdx.x) * Op::kGroups + static_cast<int>(threadIdx.z);
+  const PixelPlace<Op> place(number, tiles, args.cols, args.pixels);
+  await_kernels_before();
+  const Channels<Op, Op::kKept> x(args.input.data, place);
+  const typename Forward::Sums sums{shared};
+  const Forward forward{args, place, x, sums};
+  Moments<A> moments[Op::N];
+  forward.find_moments(A(1), false, moments);
+  // The same decision in every warp of a group, as all have the same moments.
+  if (__any_sync(kAllLanes, !forward.trusts(moments))) {
+    finish_untrusted_pixels<Op>(args, number, tiles, {shared});
+    return;
+  }
+  A scales[Op::N];
+#pragma unroll
+  for (int j = 0; j < Op::N; ++j) {
+    scales[j] = A(1);
+  }
+  forward.write(moments, scales);
+}
+
+}  // namespace fused_op::cuda

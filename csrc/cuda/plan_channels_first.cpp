@@ -1,0 +1,141 @@
+// Plans of norms over channels: see channels_first.h. Host code without CUDA or torch.
+#include <algorithm>
+#include <cstdint>
+
+#include "core/pack.h"
+#include "cuda/backward_tile.h"
+#include "cuda/plan.h"
+#include "cuda/plan_names.h"
+
+namespace fused_op::cuda {
+namespace {
+
+constexpr int kMaxWarps = 16;       // of a group
+constexpr int kLeastWarps = 8;      // of a CTA
+constexpr int kCtasPerSm = 2;       // that a wide pack has to leave work for
+constexpr int kLeastBytes = 4;      // of a pack, unless addresses ask for fewer
+constexpr int kReadAgainBytes = 8;  // of a pack of channels that are not kept
+// Words of a thread for what it keeps and for what it computes, of 128 registers: with 64, kernels
+// of some shapes spill.
+constexpr int kMostForwardWords = 56;
+constexpr int kMostBackwardWords = 60;
+
+// Sums have an order that follows from it: a function of the channels alone.
+int warps_of(std::int64_t channels) {
+  int warps = 1;
+  while (warps < kMaxWarps && channels > 16 * warps) {
+    warps *= 2;
+  }
+  return warps == kMaxWarps && channels <= 192 ? kMaxWarps / 2 : warps;
+}
+
+// A call as a plan sees it.
+struct Call {
+  DType dtype;
+  std::int64_t rows;
+  std::int64_t channels;
+  std::int64_t pixels;
+  int streams;               // that are read
+  int values;                // of a pixel, in registers
+  int most_words;            // of a thread
+  std::uintptr_t addresses;  // or'ed
+};
+
+bool allows(const Call& call, int pack) {
+  return call.pixels % pack == 0 &&
+         call.addresses % static_cast<std::uintptr_t>(pack * size_of(call.dtype)) == 0;
+}
+std::int64_t tiles_of(const Call& call, int pack) {
+  return call.rows / call.pixels * PixelTile::tiles_of_sample(call.pixels, kWarpSize * pack);
+}
+bool fits_registers(const Call& call, int pack, int warps) {
+  const std::int64_t each = ceil_div(call.channels, warps);
+  const int words = std::max(pack * size_of(call.dtype) / 4, 1);
+  const int value_words = call.dtype == DType::kFloat64 ? 2 : 1;
+  return call.streams * each * words + call.values * pack * value_words <= call.most_words;
+}
+
+ChannelsFirstPlan plan_of(const Call& call, const DeviceInfo& device) {
+  ChannelsFirstPlan plan{};
+  plan.warps = warps_of(call.channels);
+  plan.groups = std::max(kLeastWarps / plan.warps, 1);
+  const int size = size_of(call.dtype);
+  const auto is_wide = [&](int pack) {
+    return !allows(call, pack) ||
+           (pack * size > kLeastBytes &&
+            tiles_of(call, pack) < std::int64_t{kCtasPerSm} * plan.groups * device.multiprocessors);
+  };
+  int pack = kVectorBytes / size;
+  while (pack > 1 && (is_wide(pack) ||
+                      (pack * size > kLeastBytes && !fits_registers(call, pack, plan.warps)))) {
+    pack /= 2;
+  }
+  if (fits_registers(call, pack, plan.warps)) {
+    plan.channels = static_cast<int>(call.channels);
+  } else {
+    pack = std::max(kReadAgainBytes / size, 1);
+    while (pack > 1 && is_wide(pack)) {
+      pack /= 2;
+    }
+  }
+  plan.pack = pack;
+  plan.tiles = tiles_of(call, pack);
+  plan.ctas = ceil_div(plan.tiles, plan.groups);
+  return plan;
+}
+
+std::uintptr_t address(const void* data) { return reinterpret_cast<std::uintptr_t>(data); }
+
+template <typename Args>
+std::string op_name(const Args& args, const ChannelsFirstPlan& plan) {
+  return "fused_op::cuda::ChannelsFirstOp" +
+         joined({norm_name(args.kind), type(args.dtype), type(args.param_dtype), number(plan.pack),
+                 number(plan.warps), number(plan.groups), number(plan.channels), flag(args.silu)});
+}
+
+}  // namespace
+
+ChannelsFirstPlan plan_channels_first(const ChannelsFirstForwardArgs& args,
+                                      const DeviceInfo& device) {
+  return plan_of({.dtype = args.dtype,
+                  .rows = args.rows,
+                  .channels = args.cols,
+                  .pixels = args.pixels,
+                  .streams = 1,
+                  .values = 4,
+                  .most_words = kMostForwardWords,
+                  .addresses = address(args.input.data) | address(args.output.data)},
+                 device);
+}
+
+ChannelsFirstPlan plan_channels_first(const ChannelsFirstBackwardArgs& args,
+                                      const DeviceInfo& device) {
+  const bool sums = args.grad_weight != nullptr || args.grad_bias != nullptr;
+  // Whether sums are wanted changes no bit of dx.
+  ChannelsFirstPlan plan =
+      plan_of({.dtype = args.dtype,
+               .rows = args.rows,
+               .channels = args.cols,
+               .pixels = args.pixels,
+               .streams = 2,
+               .values = 8,
+               .most_words = kMostBackwardWords,
+               .addresses = address(args.x.data) | address(args.grad_output.data) |
+                            address(args.grad_input.data)},
+              device);
+  if (sums) {
+    plan.ctas = std::min(plan.ctas, std::int64_t{kCtasPerSm} * device.multiprocessors);
+    const std::int64_t size = args.dtype == DType::kFloat64 ? 8 : 4;
+    plan.partials_bytes = plan.all_groups() * 2 * partials_stride(args.cols) * size;
+  }
+  return plan;
+}
+
+std::string kernel_name(const ChannelsFirstForwardArgs& args, const ChannelsFirstPlan& plan) {
+  return "fused_op::cuda::channels_first_forward_kernel" + joined({op_name(args, plan)});
+}
+std::string kernel_name(const ChannelsFirstBackwardArgs& args, const ChannelsFirstPlan& plan) {
+  return "fused_op::cuda::channels_first_backward_kernel" + joined({op_name(args, plan)});
+}
+
+}  // namespace fused_op::cuda

@@ -1,0 +1,171 @@
+"""The kernels of norms over channels on the interpreted GPU, against the formula in fp64.
+
+What this catches: what tests/kernels/test_run_kernels.py lists, of these kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.case import generator
+from tests.kernels import run_channels_first
+from tests.kernels.interpreter import Gpu, empty
+from tests.kernels.test_run_kernels import needs_interpreter
+from tests.ops import BF16, F16, F32, F64
+from tests.variants.test_channels_first import Case, check_results
+
+LN, RMS = "layer_norm", "rms_norm"
+NAMES = ("output", "grad_input", "grad_weight", "grad_bias")
+
+
+@dataclass(frozen=True)
+class Call:
+    norm: str
+    shape: tuple[int, int, int]
+    dtype: torch.dtype = BF16
+    params: torch.dtype | None = None  # that of the input unless said
+    silu: bool = False
+    given: str = "weight, bias"
+    wanted: tuple[bool, bool, bool] = (True, True, True)
+    rare: bool = False  # pixels that do not vary, are huge, zero, or far from zero
+    shift: int = 0  # elements from a multiple of 16 bytes to the first
+    sms: int = 132
+    backwards: bool = False
+
+    def __str__(self) -> str:
+        default = Call("", (0, 0, 0))
+        said = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(default, k)]
+        return ",".join(said).replace("norm=", "").replace("torch.", "")
+
+
+CALLS = [
+    # Warps of a group from one to sixteen, packs from one element to 16 bytes.
+    Call(LN, (2, 1, 5)),
+    Call(RMS, (1, 3, 7), F32),
+    Call(LN, (2, 16, 264), sms=1),
+    Call(LN, (3, 17, 49), F16, F32, silu=True),
+    Call(RMS, (1, 33, 140), F32, silu=True, sms=1),
+    Call(LN, (2, 64, 66), F64),
+    Call(RMS, (2, 65, 130), params=F32),
+    Call(LN, (1, 96, 520), sms=1),
+    Call(LN, (2, 100, 33), F32, silu=True),
+    Call(RMS, (1, 193, 72), F16, silu=True),
+    Call(LN, (1, 200, 36), F64, silu=True),
+    Call(LN, (1, 768, 34)),
+    # Channels that are read again.
+    Call(LN, (1, 2051, 9)),
+    Call(RMS, (2, 1030, 12), F64, silu=True),
+    Call(LN, (1, 2048, 40), F16, silu=True, sms=1),
+    Call(LN, (1, 20000, 2), F32),
+    # Absent parameters, and gradients that nobody wants.
+    Call(LN, (2, 24, 40), given=""),
+    Call(RMS, (2, 24, 40), F32, given="weight", wanted=(True, True, False)),
+    Call(LN, (2, 24, 40), F32, given="bias", silu=True, wanted=(False, False, True)),
+    Call(LN, (2, 24, 40), wanted=(True, False, False)),
+    # Many tiles of a group, groups without any, and another order.
+    Call(LN, (5, 40, 72), F32, sms=1),
+    Call(RMS, (40, 8, 6), sms=1, silu=True),
+    Call(LN, (9, 12, 50), F32, sms=1, backwards=True),
+    # Other addresses.
+    Call(LN, (2, 48, 64), shift=1),
+    Call(RMS, (2, 48, 64), F32, shift=2, sms=1),
+    Call(LN, (1, 48, 64), shift=4, sms=1),
+    # Pixels whose moments are taken again.
+    Call(LN, (2, 40, 70), F32, rare=True),
+    Call(RMS, (1, 9, 40), F32, rare=True, silu=True),
+    Call(LN, (1, 300, 36), F32, rare=True),
+    Call(LN, (1, 1200, 34), F64, rare=True),
+    Call(LN, (2, 4, 2056), sms=1),
+]
+
+
+def place(values: Tensor, shift: int) -> Tensor:
+    memory = empty(values.numel() + 16, dtype=values.dtype)
+    placed = memory[shift : shift + values.numel()].view(values.shape)
+    return placed.copy_(values)
+
+
+def make_inputs(call: Call) -> tuple[dict[str, Tensor], Tensor]:
+    g = generator("cpu", str(call))
+    x = torch.randn(call.shape, generator=g, dtype=F64)
+    if call.rare:
+        x[0, :, 1], x[0, :, 2], x[-1, :, 4] = 0, 7, x[-1, :, 4] + 1e6
+        x[0, :, 33] *= 1e30 if call.dtype != F64 else 1e200
+        x[-1, :, 3] = 1e30
+    inputs = {"input": place(x.to(call.dtype), call.shift)}
+    for name in ("weight", "bias"):
+        t = torch.randn(call.shape[1], generator=g).to(call.params or call.dtype)
+        if name in call.given:
+            inputs[name] = place(t, 0)
+    grad = torch.randn(call.shape, generator=g).to(call.dtype)
+    return inputs, place(grad, call.shift)
+
+
+def run(call: Call, inputs: dict[str, Tensor], grad: Tensor) -> tuple[dict[str, Tensor], Gpu]:
+    gpu = Gpu(call.sms, backwards=call.backwards)
+    found = run_channels_first.run(
+        gpu, call.norm, inputs["input"], inputs.get("weight"), inputs.get("bias"), grad,
+        silu=call.silu, eps=1e-5, wanted=call.wanted,
+    )  # fmt: skip
+    return {n: t for n, t in zip(NAMES, found, strict=True) if t is not None}, gpu
+
+
+@needs_interpreter
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_numbers(call):
+    inputs, grad = make_inputs(call)
+    found, _ = run(call, inputs, grad)
+    case = Case(call.norm, "silu" if call.silu else None)
+    found = {n: t for n, t in found.items() if n.removeprefix("grad_") in (*inputs, "output")}
+    check_results(case, inputs, grad, found, eps=1e-5)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "call",
+    [CALLS[3], CALLS[4], CALLS[7], CALLS[11], CALLS[14], CALLS[26]],
+    ids=str,
+)
+def test_a_pixel_has_the_same_bits_everywhere(call):
+    """Catches sums whose order depends on the pack, and a kept channel that is added elsewhere."""
+    inputs, grad = make_inputs(call)
+    whole, _ = run(call, inputs, grad)
+    _, channels, pixels = call.shape
+    for count, shift in ((pixels - 1, 0), (pixels - 1, 1), (3, 0)):
+        some = inputs | {"input": place(inputs["input"][:1, :, 1 : 1 + count].contiguous(), shift)}
+        part = place(grad[:1, :, 1 : 1 + count].contiguous(), shift)
+        smaller = replace(call, shape=(1, channels, count), sms=132)
+        found, _ = run(smaller, some, part)
+        for name in ("output", "grad_input"):
+            assert torch.equal(found[name], whole[name][:1, :, 1 : 1 + count]), name
+
+
+@needs_interpreter
+@pytest.mark.parametrize("call", [CALLS[2], CALLS[4], CALLS[10], CALLS[11]], ids=str)
+def test_a_pixel_beside_one_that_is_taken_again(call):
+    """Catches other bits of channels that are kept than of the same that are read again."""
+    inputs, grad = make_inputs(call)
+    alone, _ = run(call, inputs, grad)
+    inputs["input"] = place(inputs["input"], 0)
+    inputs["input"][0, -1, 0] = torch.nan
+    beside, _ = run(call, inputs, grad)
+    for name in ("output", "grad_input"):
+        assert beside[name][0, :, 0].isnan().all()
+        beside[name][0, :, 0] = alone[name][0, :, 0]
+        assert torch.equal(beside[name], alone[name]), name
+
+
+@needs_interpreter
+def test_every_kind_of_plan_runs():
+    """Catches calls of which none comes to a pack, a number of warps or channels read again."""
+    calls = [*CALLS[:15], CALLS[-1]]
+    launches = [launch for call in calls for launch in run(call, *make_inputs(call))[1].launches]
+    ops = [launch.kernel.split("ChannelsFirstOp<")[1:] for launch in launches]
+    fields = [op[0].split(", ") for op in ops if op]
+    assert {int(field[3]) for field in fields} == {1, 2, 4, 8}
+    assert {int(field[4]) for field in fields} == {1, 2, 4, 8, 16}
+    assert any(field[6] == "0" for field in fields)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ._arguments import as_float, check_eps, check_parameter, check_rows, check_tensor
 from ._channels_first_formula import channels_are_last, channels_first
-from ._options import Norm, compute_dtype
+from ._options import Norm, PixelActivation, compute_dtype
 from ._variant import Ops, Variant
 from .functional import fused_layer_norm, fused_rms_norm
-
-PixelActivation = Literal["silu"] | None
 
 
 def fused_channels_first_layer_norm(

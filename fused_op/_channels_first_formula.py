@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from ._norm_formula import Affine, cast, contiguous, normalize
-from ._options import Norm, compute_dtype
+from ._options import Norm, PixelActivation, compute_dtype
 
 
 def channels_first(
@@ -17,7 +15,7 @@ def channels_first(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    activation: Literal["silu"] | None,
+    activation: PixelActivation,
 ) -> Tensor:
     """The formula of the norms over dimension 1."""
     compute = compute_dtype(input)

@@ -15,6 +15,7 @@ from torch import Tensor
 Norm = Literal["layer_norm", "rms_norm"]
 Rounding = Literal["once", "before_weight"]
 Activation = Literal["silu", "sigmoid"]  # of a gate
+PixelActivation = Literal["silu"] | None  # behind a norm over channels
 Shape = int | Sequence[int]  # of normalized_shape
 
 # input, residual, weight, bias, rng_state. A plain tuple: one is made for every call, and a named

@@ -7,7 +7,7 @@ norms is in ``_norm_formula.py``.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,15 @@ from ._norm_formula import contiguous as contiguous
 from ._norm_formula import normalize as normalize
 from ._norm_formula import normalize_backward as normalize_backward
 from ._norm_formula import rounded as rounded
-from ._options import Activation, Rounding, Shape, compute_dtype, machine_eps, rounds_first
+from ._options import (
+    Activation,
+    PixelActivation,
+    Rounding,
+    Shape,
+    compute_dtype,
+    machine_eps,
+    rounds_first,
+)
 from ._philox import dropout_state
 from ._quantize import QuantizedNorm as QuantizedNorm
 from ._quantized_routes import quantized_twin
@@ -325,7 +333,7 @@ def fused_channels_first_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-6,
     *,
-    activation: Literal["silu"] | None = None,
+    activation: PixelActivation = None,
 ) -> Tensor:
     """Twin of :func:`fused_op.fused_channels_first_layer_norm`."""
     return channels_first("layer_norm", input, weight, bias, eps, activation)
@@ -337,7 +345,7 @@ def fused_channels_first_rms_norm(
     bias: Tensor | None = None,
     eps: float = 1e-6,
     *,
-    activation: Literal["silu"] | None = None,
+    activation: PixelActivation = None,
 ) -> Tensor:
     """Twin of :func:`fused_op.fused_channels_first_rms_norm`."""
     return channels_first("rms_norm", input, weight, bias, eps, activation)

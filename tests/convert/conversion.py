@@ -6,6 +6,7 @@ test_convert_architectures.py and test_convert_timm.py bring the models.
 from __future__ import annotations
 
 import copy
+import statistics
 from collections.abc import Callable
 
 import torch
@@ -61,16 +62,20 @@ def assert_near(
     truth: dict[str, Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """As near to the truth as the original: a multiple of its error, and some roundings. The error
-    of a gradient may come of the one or two roundings that its model amplifies (Mamba's), so two
-    draws of it differ by up to four times. Some gradients are zero but for rounding (a bias of the
-    keys): for them, roundings of the largest gradient."""
+    """As near to the truth as the original: on the whole within twice its error, as two draws of
+    rounding errors differ, and some roundings. A single gradient may be four times as far off: the
+    error of some comes of the one or two roundings that their model amplifies (Mamba's). Others are
+    zero but for rounding (a bias of the keys): for them, roundings of the largest gradient."""
     assert after.keys() == before.keys() == truth.keys()
     eps, largest = torch.finfo(dtype).eps, max(t.norm() for t in truth.values())
+    ratios = {}
     for what, true in truth.items():
-        bound = 8 * (before[what] - true).norm() + 8 * eps * true.norm() + eps * largest
-        error = (after[what] - true).norm()
-        assert error <= bound, f"{what}: {error:.3g} > {bound:.3g} (FUSED_OP_SEED={SEED})"
+        bound = 2 * (before[what] - true).norm() + 8 * eps * true.norm() + eps * largest
+        ratios[what] = ((after[what] - true).norm() / bound).item()
+    worst = max(ratios, key=lambda what: ratios[what])
+    assert ratios[worst] <= 4, f"{worst}: {ratios[worst]:.3g} of its bound (FUSED_OP_SEED={SEED})"
+    whole = statistics.fmean(ratio**2 for ratio in ratios.values()) ** 0.5
+    assert whole <= 0.7, f"all: {whole:.3g} of their bounds (FUSED_OP_SEED={SEED})"
 
 
 def assert_state(model: nn.Module, state: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-// What the rules of plans_forward.cpp and plans_backward.cpp share.
+// What the rules of plans_*.cpp share.
 #pragma once
 
 #include <cstdint>
@@ -26,5 +26,6 @@ void walk_forward();
 void walk_long_forward();
 void walk_backward();
 void walk_long_backward();
+void walk_channels_first();
 
 }  // namespace fused_op::cuda

@@ -30,5 +30,6 @@ def test_every_plan_is_valid(tmp_path):
     done = subprocess.run([str(program)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     counts = list(map(int, re.findall(r"(\d+) (?:plans )?of", done.stdout)))
-    least = (40_000_000, 100_000_000, 70_000_000, 20_000_000)  # forward, long, backward, long
-    assert len(counts) == 4 and all(map(int.__gt__, counts, least))
+    # forward, long, backward, long, channels
+    least = (40_000_000, 100_000_000, 70_000_000, 20_000_000, 8_000_000)
+    assert len(counts) == 5 and all(map(int.__gt__, counts, least))

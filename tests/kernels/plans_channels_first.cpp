@@ -1,0 +1,141 @@
+// The rules that plans of norms over the channels of images keep: see plans.cpp.
+#include <bit>
+#include <vector>
+
+#include "plans.h"
+
+namespace fused_op::cuda {
+namespace {
+
+constexpr int kMostThreads = 512;
+constexpr int kMostBarriers = 15;                // named ones, one for each group
+constexpr std::int64_t kMostShared = 48 * 1024;  // bytes that are there without asking
+constexpr std::int64_t kMostCtas = (std::int64_t{1} << 31) - 1;
+
+struct Call {
+  DType dtype;
+  std::int64_t samples, channels, pixels;
+  std::uintptr_t offset;  // bytes from an aligned address
+};
+
+// The first rule that the plan breaks, or null. `values`: that a CTA exchanges for each pixel.
+const char* broken_rule(const ChannelsFirstPlan& plan, const Call& call, int warps, int values) {
+  const std::int64_t size = size_of(call.dtype), bytes = plan.pack * size;
+  const std::int64_t accumulator = call.dtype == DType::kFloat64 ? 8 : 4;
+  const std::int64_t tile = kWarpSize * plan.pack;
+  if (plan.pack < 1 || !std::has_single_bit(static_cast<unsigned>(plan.pack)) || bytes > 16) {
+    return "no pack";
+  }
+  if (call.pixels % plan.pack != 0 || call.offset % static_cast<std::uintptr_t>(bytes) != 0) {
+    return "a pack that rows or addresses do not have";
+  }
+  if (plan.warps != warps) {
+    return "the order of a sum depends on more than the channels";
+  }
+  if (plan.channels != 0 && plan.channels != call.channels) {
+    return "a kernel of other channels";
+  }
+  if (plan.groups < 1 || plan.groups > kMostBarriers ||
+      plan.warps * plan.groups * kWarpSize > kMostThreads) {
+    return "too many threads";
+  }
+  if (plan.groups * values * plan.warps * tile * accumulator > kMostShared) {
+    return "too much shared memory";
+  }
+  if (plan.tiles != call.samples * ((call.pixels + tile - 1) / tile)) {
+    return "pixels without a tile";
+  }
+  if (plan.ctas < 1 || plan.ctas > kMostCtas || (plan.ctas - 1) * plan.groups >= plan.tiles) {
+    return "a CTA without a tile";
+  }
+  return nullptr;
+}
+
+const char* broken_forward(const ChannelsFirstPlan& plan, const Call& call, int warps) {
+  const char* const rule = broken_rule(plan, call, warps, 2);
+  return rule != nullptr                  ? rule
+         : plan.all_groups() < plan.tiles ? "a tile without a group"
+                                          : nullptr;
+}
+const char* broken_backward(const ChannelsFirstPlan& plan, const Call& call, int warps, bool sums) {
+  const std::int64_t accumulator = call.dtype == DType::kFloat64 ? 8 : 4;
+  const std::int64_t row = 2 * ((call.channels + 7) / 8 * 8) * accumulator;
+  if (plan.partials_bytes != (sums ? plan.all_groups() * row : 0)) {
+    return "other partial sums than groups";
+  }
+  if (!sums && plan.all_groups() < plan.tiles) {
+    return "a tile without a group";
+  }
+  return broken_rule(plan, call, warps, 2);
+}
+
+template <typename Args>
+Args args_of(const Call& call) {
+  Args args;
+  args.kind = NormKind::kLayerNorm;
+  args.dtype = args.param_dtype = call.dtype;
+  args.rows = call.samples * call.pixels;
+  args.cols = call.channels;
+  args.pixels = call.pixels;
+  return args;
+}
+
+void walk(const Call& call, int warps, const DeviceInfo& device) {
+  const void* const data = reinterpret_cast<const void*>(std::uintptr_t{1} << 20 | call.offset);
+  auto forward = args_of<ChannelsFirstForwardArgs>(call);
+  forward.input.data = data;
+  const auto check = [&](const char* rule, const char* name) {
+    ++counts.walked;
+    if (rule != nullptr) {
+      report(rule, name, call.samples * call.pixels, call.channels, device);
+    }
+  };
+  check(broken_forward(plan_channels_first(forward, device), call, warps), "channels first");
+  for (const bool sums : {false, true}) {
+    auto backward = args_of<ChannelsFirstBackwardArgs>(call);
+    backward.x.data = data;
+    backward.grad_weight = sums ? &backward : nullptr;  // only whether it is null counts
+    check(broken_backward(plan_channels_first(backward, device), call, warps, sums),
+          sums ? "channels first backward, sums" : "channels first backward");
+  }
+}
+
+DeviceInfo device_of(int multiprocessors) {
+  DeviceInfo device{};
+  device.multiprocessors = multiprocessors;
+  return device;
+}
+
+std::vector<std::int64_t> channel_counts() {
+  std::vector<std::int64_t> found;
+  for (std::int64_t count = 1; count <= 70'000; count += count < 2048 ? 1 : 97) {
+    found.push_back(count);
+  }
+  return found;
+}
+
+}  // namespace
+
+void walk_channels_first() {
+  for (const std::int64_t channels : channel_counts()) {
+    // Of another dtype, image and device: what the number of warps must not depend on.
+    const Call any{DType::kFloat32, 1, channels, 64, 0};
+    const DeviceInfo other = device_of(7);
+    const int warps = plan_channels_first(args_of<ChannelsFirstForwardArgs>(any), other).warps;
+    for (const DType dtype : kTypes) {
+      for (const std::int64_t pixels : {2, 3, 8, 49, 196, 1000, 3136, 65'536, 1 << 26}) {
+        for (const std::int64_t samples : {1, 3, 257}) {
+          for (const int offset : {0, size_of(dtype), 8}) {
+            for (const int multiprocessors : {1, 132, 192}) {
+              const DeviceInfo device = device_of(multiprocessors);
+              walk({dtype, samples, channels, pixels, static_cast<std::uintptr_t>(offset)}, warps,
+                   device);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace fused_op::cuda

@@ -130,18 +130,20 @@ def condition(
     bias: Tensor | None,
     dy: Tensor,
     least: float = torch.finfo(F32).smallest_normal,
+    xhat: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """What rounding errors are relative to: each formula in fp64 with all its terms positive.
 
     `shift` is what subtracting the mean cancels: the roundings of the mean, and of the sum behind
     it, move every normalised value of the row by rounding * shift. `x` and `dy` are [rows, cols].
     A product below `least`, the smallest normal number of the type that computes, is rounded as if
-    it were that number; in a sum over rows each may be.
+    it were that number; in a sum over rows each may be. `xhat` are the normalised values that
+    backward goes by, where they are not those of `x` but of a stored output.
     """
     mean = x.mean(-1, keepdim=True) if op.centred else torch.zeros_like(x[:, :1])
     rstd = ((x - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
     shift = x.abs().mean(-1, keepdim=True) * rstd if op.centred else 0.0
-    xhat = (x - mean).abs() * rstd + shift
+    xhat = ((x - mean) * rstd if xhat is None else xhat).abs() + shift
     # The sum of 1 and a weight is rounded once, relative to itself.
     dy, factor = dy.abs(), torch.ones_like(x[:1]) if weight is None else op.factor(weight).abs()
     wdy = dy * factor

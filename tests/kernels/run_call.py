@@ -169,7 +169,7 @@ def errors(call: Call) -> dict[str, float]:
     )  # fmt: skip
     truths = {"output": truth[0], "stats": truth[2]}
     truths |= backward_truth(call, found, inputs, x)
-    for name, bound in bounds(call, x, inputs).items():
+    for name, bound in bounds(call, x, found, inputs).items():
         if name in found:
             t = TOLERANCE[found[name].dtype]
             shape = truths[name].shape
@@ -210,7 +210,7 @@ def backward_truth(call: Call, found: dict, inputs: dict, x: Tensor) -> dict[str
     }
 
 
-def bounds(call: Call, x: Tensor, inputs: dict) -> dict[str, Tensor]:
+def bounds(call: Call, x: Tensor, found: dict, inputs: dict) -> dict[str, Tensor]:
     """What roundings of the compute type, and of x̂ before the weight, may cost each result."""
     op = next(op for op in OPS if op.centred == call.centred and not op.zero_centered)
     compute = TOLERANCE[call.type_of("residual" if call.residual else "dtype")].compute
@@ -219,6 +219,10 @@ def bounds(call: Call, x: Tensor, inputs: dict) -> dict[str, Tensor]:
     dy = wide(inputs["grad_output"]).reshape(x.shape) * scale
     weight, bias = wide(inputs["weight"]), wide(inputs["bias"])
     of = condition(op, EPS, x, weight, bias, dy)
+    if call.efficient:  # a weight near zero makes much of the rounding of the output
+        xhat = (wide(found["output"]) - (0 if bias is None else bias)) / weight
+        read = condition(op, EPS, x, weight, bias, dy, xhat=xhat.reshape(x.shape))
+        of |= {name: torch.maximum(of[name], read[name]) for name in ("grad_x", "grad_weight")}
     if inputs["grad_sum"] is not None:
         of["grad_x"] = of["grad_x"] + wide(inputs["grad_sum"]).abs()
     one, many = compute * steps(call.cols), compute * (steps(call.cols) + steps(call.rows))

@@ -9,8 +9,16 @@
 
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
-// X and W as in Forward.
-template <int kLanes, int kCols, typename Norm, typename A, typename X, typename W>
+// Which rows to compute: a range of chunks, or a range of rows of one chunk.
+struct BackwardRange {
+  std::int64_t first;
+  std::int64_t last;
+  bool of_chunks;
+  void* sums = nullptr;  // of rows: [kGrads, cols], if the gradients of the parameters are wanted
+};
+
+// X as in Forward.
+template <int kLanes, int kCols, typename Norm, typename A, typename X>
 class Backward {
   static constexpr bool kMayBeLong = kCols == 0 && kLanes * sizeof(A) >= 64;
   static constexpr int kAtOnce = FUSED_OP_CPU_ROWS;  // rows whose sums stay in registers together
@@ -24,12 +32,16 @@ class Backward {
         wants_grads_(call.grad_weight != nullptr || call.grad_bias != nullptr),
         is_direct_(call.grad_input.data != nullptr && call.grad_input.dtype == kDTypeOf<X> &&
                    !call.drops_input && call.grad_residual.data == nullptr),
-        weight_(call.weight, call.param_dtype, cols_, rounded<W>(A(1))),
-        bias_(call.bias, call.param_dtype, call.x_is_output ? cols_ : 0, rounded<W>(A(0))) {}
+        weight_(call.weight, call.param_dtype, cols_, A(1)),
+        bias_(call.bias, call.param_dtype, call.x_is_output ? cols_ : 0, A(0)) {}
 
-  void run(std::int64_t first_chunk, std::int64_t last_chunk) {
+  void run(const BackwardRange& range) {
+    if (!range.of_chunks) {
+      run_rows(range.first, range.last, static_cast<A*>(range.sums));
+      return;
+    }
     const std::int64_t chunks = norm_backward_chunks(args_);
-    for (std::int64_t chunk = first_chunk; chunk < last_chunk; ++chunk) {
+    for (std::int64_t chunk = range.first; chunk < range.last; ++chunk) {
       A* sums = nullptr;
       if (wants_grads_) {
         sums = static_cast<A*>(args_.workspace) + chunk * Norm::kGrads * cols_;
@@ -38,12 +50,14 @@ class Backward {
     }
   }
 
-  // Adds what the rows contribute to the parameter gradients to `sums`, [kGrads, cols]; null: not
-  // wanted.
-  void run_rows(std::int64_t first_row, std::int64_t last_row, void* sums) {
+ private:
+  // Also for rows that the other instances leave to it.
+  using General = Backward<kLanes, 0, Norm, A, A>;
+
+  void run_rows(std::int64_t first_row, std::int64_t last_row, A* sums) {
     const std::int64_t tile_rows = std::max<std::int64_t>(kAtOnce, rows_of_tile(cols_));
     if (wants_grads_) {
-      begin_grads(static_cast<A*>(sums));
+      begin_grads(sums);
     }
     for (std::int64_t row = first_row; row < last_row; row += tile_rows) {
       run_some({row, std::min(tile_rows, last_row - row), 0, cols_});
@@ -52,8 +66,6 @@ class Backward {
       end_grads();
     }
   }
-
- private:
   void begin_grads(A* sums) {
     grads_ = {sums, Norm::kHasBias ? sums + cols_ : sums};
     std::fill_n(sums, Norm::kGrads * cols_, A(0));
@@ -71,6 +83,12 @@ class Backward {
   }
 
   void run_some(const Tile& tile) {
+    if constexpr (!std::is_same_v<Backward, General>) {
+      if (is_tiny(tile) || (kCols > 0 && !fits_narrow())) {
+        run_general(tile);
+        return;
+      }
+    }
     if constexpr (kMayBeLong) {
       if (is_long(cols_)) {
         tile.rows == kAtOnce ? run_long_rows<kAtOnce>(tile.row) : run_long_rows<1>(tile.row);
@@ -83,28 +101,55 @@ class Backward {
       run_tile(tile);
     }
   }
-
-  Normalizer<A> saved(std::int64_t row) const {
-    const Normalizer<A> found =
-        Norm::saved(static_cast<const A*>(args_.stats), row, args_.rows).normalizer();
-    return {found.scale, found.mean, A(-0.0), found.rstd};
+  bool fits_narrow() const {
+    return wants_dx_ && !args_.x_is_output && !rounds_first(args_.rounding, args_.grad_input.dtype);
   }
-  // If x is the output, x̂ itself is read.
-  RowIn<X, A> row_in(const X* x, const X* dy, const Normalizer<A>& normalizer) const {
-    return {x, dy, args_.x_is_output ? plain_normalizer(A(0), A(1)) : normalizer};
+  __attribute__((noinline)) void run_general(const Tile& tile) {
+    General general(args_);
+    general.grads_ = grads_;
+    std::copy_n(tail_weight_, kLanes, general.tail_weight_);
+    std::copy_n(tail_bias_, kLanes, general.tail_bias_);
+    general.run_some(tile);
+    std::copy_n(general.tail_weight_, kLanes, tail_weight_);
+    std::copy_n(general.tail_bias_, kLanes, tail_bias_);
   }
 
-  // Rows of 16 bits are read in place; with_backward() checks that they can be.
-  View<X> read_x(const Tile& tile) {
+  SavedStats<A> saved(std::int64_t row) const {
+    return Norm::saved(static_cast<const A*>(args_.stats), row, args_.rows);
+  }
+  // Whether the values of a row are so large that x - mean might overflow.
+  bool is_tiny(const Tile& tile) const {
+    bool found = false;
+    for (std::int64_t r = 0; r < tile.rows; ++r) {
+      found = found || saved(tile.row + r).rstd < Limits<A>::kTinyRstd;
+    }
+    return found;
+  }
+  // Whether the rows are turned into x̂ before the passes over them.
+  bool holds_xhat(const Tile& tile) const {
+    return std::is_same_v<Backward, General> && (args_.x_is_output || is_tiny(tile));
+  }
+  RowIn<X, A> row_in(const X* x, const X* dy, std::int64_t row, bool is_xhat) const {
+    const SavedStats<A> stats = saved(row);
+    return {x, dy, is_xhat ? A(0) : stats.mean, is_xhat ? A(1) : stats.rstd};
+  }
+
+  // Rows of 16 bits are read in place; run_backward() checks that they can be.
+  View<X> read_x(const Tile& tile, bool is_xhat) {
     if constexpr (!std::is_same_v<X, A>) {
       return view_tile<X>(args_.x, tile);
-    } else if (!args_.x_is_output) {
+    } else if (!is_xhat) {
       return read_tile(args_.x, tile, x_, kCols > 0);
     } else {
       copy_tile(args_.x, tile, x_);
       for (std::int64_t r = 0; r < tile.rows; ++r) {
-        recover_xhat(weight_.from(tile.col, tile.cols), bias_.from(tile.col, tile.cols), tile.cols,
-                     x_ + r * tile.cols);
+        A* const row = x_ + r * tile.cols;
+        if (args_.x_is_output) {
+          recover_xhat(weight_.from(tile.col, tile.cols), bias_.from(tile.col, tile.cols),
+                       tile.cols, row);
+        } else {
+          normalize_row<Norm>(saved(tile.row + r).normalizer(), tile.cols, row);
+        }
       }
       return {x_, tile.cols};
     }
@@ -142,34 +187,17 @@ class Backward {
   }
 
   template <typename Met, int kRows>
-  void add(const RowIn<X, A> (&rows)[kRows], std::int64_t col, std::int64_t cols,
-           PullbackTotals* totals) {
-    bool all_plain = true;
-    for (const RowIn<X, A>& row : rows) {
-      all_plain = all_plain && is_plain(row.normalizer);
-    }
-    const W* const weight = weight_.from(col, cols);
-    if (all_plain) {
-      add_some<Met, true>(rows, weight, col, cols, totals);
-      return;
-    }
-    for (int r = 0; r < kRows; ++r) {  // one by one, the sums have the same bits
-      const RowIn<X, A> one[1] = {rows[r]};
-      add_some<Met, false>(one, weight, col, cols, totals + r);
-    }
-  }
-  template <typename Met, bool kPlain, int kRows>
-  FUSED_OP_CPU_INLINE void add_some(const RowIn<X, A> (&rows)[kRows], const W* weight,
-                                    std::int64_t col, std::int64_t cols, PullbackTotals* totals) {
+  FUSED_OP_CPU_INLINE void add(const RowIn<X, A> (&rows)[kRows], std::int64_t col,
+                               std::int64_t cols, PullbackTotals* totals) {
     const ParameterGrads<A> tail{tail_weight_, tail_bias_};
     constexpr bool kWanted = !std::is_same_v<Met, Unwanted>;
-    add_pullback<kRows, kLanes, Norm, Met, kPlain>(rows, weight, cols, totals,
-                                                   kWanted ? grads_.from(col) : grads_, tail);
+    add_pullback<kRows, kLanes, Norm, Met>(rows, weight_.from(col, cols), cols, totals,
+                                           kWanted ? grads_.from(col) : grads_, tail);
   }
   A inverse_divisor() const { return A(1) / static_cast<A>(divisor(args_.kind, cols_)); }
-  Pullback<Norm, A> pullback(const PullbackTotals& totals, const Normalizer<A>& normalizer) const {
+  Pullback<Norm, A> pullback(const PullbackTotals& totals, std::int64_t row) const {
     const PullbackSums<A> sums{static_cast<A>(totals.wdy_xhat), static_cast<A>(totals.wdy)};
-    return {sums, normalizer, inverse_divisor()};
+    return {sums, saved(row).normalizer(), inverse_divisor()};
   }
 
   X* dx_of(const Tile& tile) const {
@@ -179,15 +207,6 @@ class Backward {
       }
     }
     return static_cast<X*>(args_.grad_input.data) + tile.row * cols_ + tile.col;
-  }
-  void write(const RowIn<X, A>& row, const X* dsum, std::int64_t col, std::int64_t cols,
-             const Pullback<Norm, A>& pulled, X* dx, const RowIn<X, A>& next) {
-    const W* const weight = weight_.from(col, cols);
-    if (dsum != nullptr) {
-      write_dx<kLanes, Norm, true>(row, weight, dsum, pulled, cols, dx, next);
-    } else {
-      write_dx<kLanes, Norm, false>(row, weight, dsum, pulled, cols, dx, next);
-    }
   }
   void finish(const Tile& tile) {
     if (is_direct_) {
@@ -200,130 +219,109 @@ class Backward {
     write_tile(dx_, args_.grad_input.data, args_.grad_input.dtype, tile, cols_);
   }
 
-  // What all rows share is found before them: short rows take no longer than a few calls.
   void run_tile(const Tile& tile) {
-    const View<X> x = read_x(tile);
+    const bool is_xhat = holds_xhat(tile);
+    const View<X> x = read_x(tile, is_xhat);
     const View<X> dy = read_dy(tile);
-    const View<X> dsum = wants_dx_ ? read_dsum(tile) : View<X>();
-    X* const dx = dx_of(tile);
-    Normalizer<A> normalizers[kTileRows];
     PullbackTotals totals[kTileRows];
-    for (std::int64_t r = 0; r < tile.rows; ++r) {
-      normalizers[r] = saved(tile.row + r);
-      totals[r] = {0, 0};
-    }
-    const auto row = [&](std::int64_t r) { return row_in(x.row(r), dy.row(r), normalizers[r]); };
-    bool all_plain = true;
-    for (std::int64_t r = 0; r < tile.rows; ++r) {
-      all_plain = all_plain && is_plain(row(r).normalizer);
-    }
-    const W* const weight = weight_.from(0, cols_);
+    std::fill_n(totals, tile.rows, PullbackTotals{0, 0});
+    const auto row = [&](std::int64_t r) {
+      return row_in(x.row(r), dy.row(r), tile.row + r, is_xhat);
+    };
     with_met([&]<typename Met>(Met) {
       std::int64_t r = 0;
-      for (; kAtOnce == 2 && all_plain && r + 2 <= tile.rows; r += 2) {
+      for (; kAtOnce == 2 && r + 2 <= tile.rows; r += 2) {
         const RowIn<X, A> pair[2] = {row(r), row(r + 1)};
-        add_some<Met, true>(pair, weight, 0, cols_, totals + r);
-      }
-      for (; all_plain && r < tile.rows; ++r) {
-        const RowIn<X, A> one[1] = {row(r)};
-        add_some<Met, true>(one, weight, 0, cols_, totals + r);
+        add<Met>(pair, 0, cols_, totals + r);
       }
       for (; r < tile.rows; ++r) {
         const RowIn<X, A> one[1] = {row(r)};
-        add_some<Met, false>(one, weight, 0, cols_, totals + r);
+        add<Met>(one, 0, cols_, totals + r);
       }
     });
-    if (wants_dx_) {
-      const auto write_rows = [&]<bool kAdds, bool kPlain>() {
-        for (std::int64_t r = 0; r < tile.rows; ++r) {
-          const X* const addend = kAdds ? dsum.row(r) : nullptr;
-          const RowIn<X, A> next = {x.row(r + tile.rows), dy.row(r + tile.rows), {}};
-          const RowIn<X, A> in = row(r);
-          const Normalizer<A> normalizer =
-              kPlain ? plain_normalizer(in.normalizer.mean, in.normalizer.rstd) : in.normalizer;
-          write_dx_packs<kLanes, Norm, kAdds>(in, weight, addend, normalizer,
-                                              pullback(totals[r], normalizers[r]), cols_,
-                                              dx + r * cols_, next);
-        }
-      };
-      if (dsum.first == nullptr) {
-        all_plain ? write_rows.template operator()<false, true>()
-                  : write_rows.template operator()<false, false>();
-      } else {
-        all_plain ? write_rows.template operator()<true, true>()
-                  : write_rows.template operator()<true, false>();
-      }
-      finish(tile);
+    if (!wants_dx_) {
+      return;
     }
+    const View<X> dsum = read_dsum(tile);
+    const A* const weight = weight_.from(0, cols_);
+    X* const dx = dx_of(tile);
+    const auto write_rows = [&]<bool kAdds>() {
+      for (std::int64_t r = 0; r < tile.rows; ++r) {
+        const X* const addend = kAdds ? dsum.row(r) : nullptr;
+        const RowIn<X, A> next{x.row(r + tile.rows), dy.row(r + tile.rows), A(0), A(0)};
+        write_dx<kLanes, Norm, kAdds>(row(r), weight, addend, pullback(totals[r], tile.row + r),
+                                      cols_, dx + r * cols_, next);
+      }
+    };
+    dsum.first == nullptr ? write_rows.template operator()<false>()
+                          : write_rows.template operator()<true>();
+    finish(tile);
   }
 
-  // Each row in a lane of its own, unless a row of the tile has a scale or dx is not wanted.
+  // Each row in a lane of its own.
   void run_narrow(const Tile& tile) {
     const A* const stats = static_cast<const A*>(args_.stats);
     const A* const rstd = stats + (Norm::kStats - 1) * args_.rows + tile.row;
-    bool is_plain = wants_dx_ && !args_.x_is_output;
-    for (std::int64_t r = 0; r < tile.rows; ++r) {
-      is_plain = is_plain && !(rstd[r] < Limits<A>::kTinyRstd);
-    }
-    if (!is_plain) {
-      Backward<1, 0, Norm, A, A, A> general(args_);
-      general.grads_ = grads_;
-      general.run_tile(tile);
-      return;
-    }
-    const A* const x = read_x(tile).first;
+    const A* const mean = stats + tile.row;  // not used by RMSNorm
+    const A* const x = read_x(tile, false).first;
     const A* const dy = read_dy(tile).first;
     const A* const dsum = read_dsum(tile).first;
-    const A* const mean = stats + tile.row;  // not used by RMSNorm
     const A* const weight = weight_.from(0, cols_);
     A* const dx = dx_of(tile);
-    with_met([&]<typename Met>(Met) {
-      if (dsum == nullptr) {
-        backward_narrow<kCols, Norm, Met, false>(x, dy, weight, dsum, mean, rstd, tile.rows,
-                                                 inverse_divisor(), dx, grads_);
-      } else {
-        backward_narrow<kCols, Norm, Met, true>(x, dy, weight, dsum, mean, rstd, tile.rows,
-                                                inverse_divisor(), dx, grads_);
-      }
-    });
+    if (wants_grads_) {
+      backward_narrow<kCols, Norm, true>(x, dy, weight, mean, rstd, tile.rows, inverse_divisor(),
+                                         dx, grads_);
+    } else {
+      backward_narrow<kCols, Norm, false>(x, dy, weight, mean, rstd, tile.rows, inverse_divisor(),
+                                          dx, grads_);
+    }
+    if (dsum != nullptr) {
+      add_to_rows(dsum, tile.rows * cols_, dx);
+    }
     finish(tile);
   }
 
   // Computes long rows in parts, which are read again for dx.
   template <int kRows>
-  void run_long_rows(std::int64_t number) {
-    Normalizer<A> normalizers[kRows];
+  __attribute__((noinline)) void run_long_rows(std::int64_t number) {
+    const bool is_xhat = holds_xhat({number, kRows, 0, cols_});
     PullbackTotals totals[kRows] = {};
-    for (int r = 0; r < kRows; ++r) {
-      normalizers[r] = saved(number + r);
-    }
     for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
       count = piece(col, cols_, kTileCols);
       const Tile part{number, kRows, col, count};
-      const View<X> x = read_x(part);
+      const View<X> x = read_x(part, is_xhat);
       const View<X> dy = read_dy(part);
       RowIn<X, A> rows[kRows];
       for (int r = 0; r < kRows; ++r) {
-        rows[r] = row_in(x.row(r), dy.row(r), normalizers[r]);
+        rows[r] = row_in(x.row(r), dy.row(r), number + r, is_xhat);
       }
       with_met([&]<typename Met>(Met) { add<Met>(rows, col, count, totals); });
     }
     for (int r = 0; wants_dx_ && r < kRows; ++r) {
-      const Pullback<Norm, A> pulled = pullback(totals[r], normalizers[r]);
-      for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
-        count = piece(col, cols_, kTileCols);
-        const Tile part{number + r, 1, col, count};
-        const View<X> x = read_x(part);
-        const View<X> dy = read_dy(part);
-        const RowIn<X, A> row = row_in(x.first, dy.first, normalizers[r]);
-        const RowIn<X, A> next = row_in(x.row(kRows), dy.row(kRows), normalizers[r]);
-        write(row, read_dsum(part).first, col, count, pulled, dx_of(part), next);
-        finish(part);
+      write_long_row(number + r, kRows, is_xhat, pullback(totals[r], number + r));
+    }
+  }
+  __attribute__((noinline)) void write_long_row(std::int64_t row, int next_row, bool is_xhat,
+                                                const Pullback<Norm, A>& pulled) {
+    for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
+      count = piece(col, cols_, kTileCols);
+      const Tile part{row, 1, col, count};
+      const View<X> x = read_x(part, is_xhat);
+      const View<X> dy = read_dy(part);
+      const X* const dsum = read_dsum(part).first;
+      const A* const weight = weight_.from(col, count);
+      const RowIn<X, A> in = row_in(x.first, dy.first, row, is_xhat);
+      const RowIn<X, A> next{x.row(next_row), dy.row(next_row), A(0), A(0)};
+      if (dsum == nullptr) {
+        write_dx<kLanes, Norm, false>(in, weight, dsum, pulled, count, dx_of(part), next);
+      } else {
+        write_dx<kLanes, Norm, true>(in, weight, dsum, pulled, count, dx_of(part), next);
       }
+      finish(part);
     }
   }
 
-  template <int, int, typename, typename, typename, typename>
+  template <int, int, typename, typename, typename>
   friend class Backward;
 
   const NormBackwardArgs& args_;
@@ -332,7 +330,7 @@ class Backward {
   const bool wants_dx_;
   const bool wants_grads_;
   const bool is_direct_;  // dx is written as it is computed
-  Parameter<W> weight_, bias_;
+  Parameter<A> weight_, bias_;
   ParameterGrads<A> grads_;  // of the chunk
   A tail_weight_[kLanes], tail_bias_[kLanes];
   A* const x_ = tile_buffer<A>(0);
@@ -341,9 +339,7 @@ class Backward {
   A* const dx_ = tile_buffer<A>(3);
 };
 
-// Calls function(backward) with the instance of Backward for the types of the call.
-template <typename Function>
-void with_backward(const NormBackwardArgs& args, const Function& function) {
+inline void run_backward(const NormBackwardArgs& args, const BackwardRange& range) {
   const auto is_ready = [&](const ConstRows& rows) {
     return rows.data == nullptr || lies_ready(rows, args.dtype);
   };
@@ -353,19 +349,17 @@ void with_backward(const NormBackwardArgs& args, const Function& function) {
                         args.grad_residual.data != nullptr ||
                         (wants_dx && args.grad_input.dtype != args.dtype);
   const auto run = [&]<int kLanes, int kCols, typename Norm, typename A>() {
-    const auto run_elements = [&]<typename X, typename W>() {
-      Backward<(kLanes > 8 ? kLanes / 2 : kLanes), kCols, Norm, A, X, W> backward(args);
-      function(backward);
+    const auto run_elements = [&]<typename X>() {
+      Backward<(kLanes > 8 ? kLanes / 2 : kLanes), kCols, Norm, A, X>(args).run(range);
     };
-    const DType rows = converts ? kDTypeOf<A> : args.dtype;
-    with_elements<kLanes, A>(rows, args.param_dtype, run_elements);
+    with_elements<kLanes, A>(converts ? kDTypeOf<A> : args.dtype, run_elements);
   };
   with_types(args.kind, args.dtype, args.cols, run);
 }
 
 inline void backward_rows(const NormBackwardArgs& args, std::int64_t first_chunk,
                           std::int64_t last_chunk) {
-  with_backward(args, [&](auto& backward) { backward.run(first_chunk, last_chunk); });
+  run_backward(args, {first_chunk, last_chunk, true});
 }
 
 // Adds up the partial sums of the chunks, in their order.

@@ -7,12 +7,12 @@
 
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
-template <int kLanes, typename Norm, typename Met, typename X, typename W, typename A>
-FUSED_OP_CPU_INLINE void affine_pack(const X* x, const W* weight, const W* bias,
+template <int kLanes, typename Norm, typename Met, typename X, typename A>
+FUSED_OP_CPU_INLINE void affine_pack(const X* x, const A* weight, const A* bias,
                                      const Normalizer<A> normalizer, X* __restrict y) {
   const Pack<kLanes, X, A> values(x);
-  const Pack<kLanes, W, A> weights(weight);
-  const Pack<Norm::kHasBias ? kLanes : 0, W, A> biases(bias);
+  const Pack<kLanes, A, A> weights(weight);
+  const Pack<Norm::kHasBias ? kLanes : 0, A, A> biases(bias);
   const auto result = [&](int j) {
     const A xhat = Met()(Norm::normalized(values[j], normalizer));
     return Norm::kHasBias ? multiply_add(xhat, weights[j], biases[j]) : xhat * weights[j];
@@ -20,8 +20,8 @@ FUSED_OP_CPU_INLINE void affine_pack(const X* x, const W* weight, const W* bias,
   store_results<kLanes, A>(result, y);
 }
 
-template <int kLanes, typename Norm, typename Met, typename X, typename W, typename A>
-FUSED_OP_CPU_INLINE void affine_packs(const X* x, const W* weight, const W* bias,
+template <int kLanes, typename Norm, typename Met, typename X, typename A>
+FUSED_OP_CPU_INLINE void affine_packs(const X* x, const A* weight, const A* bias,
                                       const Normalizer<A> normalizer, std::int64_t cols, X* y,
                                       const X* next) {
   std::int64_t col = 0;
@@ -35,23 +35,31 @@ FUSED_OP_CPU_INLINE void affine_packs(const X* x, const W* weight, const W* bias
   }
 }
 
+// For the rare row with a scale: element by element, with the same bits.
+template <typename Norm, typename Met, typename X, typename A>
+__attribute__((noinline)) void affine_scaled(const X* x, const A* weight, const A* bias,
+                                             const Normalizer<A>& normalizer, std::int64_t cols,
+                                             X* y) {
+  affine_packs<1, Norm, Met>(x, weight, bias, normalizer, cols, y, x);
+}
+
 // y = x̂ · weight + bias for a row or a part of it. y overlaps nothing else, because the last pack
 // is written over part of the one before it. `next` points to what will be read next, and need not
 // exist.
-template <int kLanes, typename Norm, typename Met, typename X, typename W, typename A>
-FUSED_OP_CPU_INLINE void affine(const X* x, const W* weight, const W* bias,
+template <int kLanes, typename Norm, typename Met, typename X, typename A>
+FUSED_OP_CPU_INLINE void affine(const X* x, const A* weight, const A* bias,
                                 const Normalizer<A>& normalizer, std::int64_t cols, X* y,
                                 const X* next) {
   if (normalizer.scale == A(1)) {  // costs nothing where the compiler knows the scale
     const Normalizer<A> plain{A(1), normalizer.mean, normalizer.shift, normalizer.rstd};
     affine_packs<kLanes, Norm, Met>(x, weight, bias, plain, cols, y, next);
   } else {
-    affine_packs<kLanes, Norm, Met>(x, weight, bias, normalizer, cols, y, next);
+    affine_scaled<Norm, Met>(x, weight, bias, normalizer, cols, y);
   }
 }
 
 // The same for rows of kCols columns.
-template <int kCols, typename Norm, typename Met, typename A>
+template <int kCols, typename Norm, typename A>
 FUSED_OP_CPU_INLINE void affine_rows(const A* __restrict x, const A* __restrict weight,
                                      const A* __restrict bias, const A* __restrict mean,
                                      const A* __restrict shift, const A* __restrict rstd,
@@ -63,16 +71,16 @@ FUSED_OP_CPU_INLINE void affine_rows(const A* __restrict x, const A* __restrict 
   for (std::int64_t r = 0; r < rows; ++r) {
     const Normalizer<A> normalizer{A(1), mean[r], shift[r], rstd[r]};
     for (int c = 0; c < kCols; ++c) {
-      const A xhat = Met()(Norm::normalized(x[r * kCols + c], normalizer));
+      const A xhat = Norm::normalized(x[r * kCols + c], normalizer);
       y[r * kCols + c] =
           Norm::kHasBias ? multiply_add(xhat, weights[c], biases[c]) : xhat * weights[c];
     }
   }
 }
 
-// Rows of type X and parameters of type W are read and written in place. If X is the accumulator
-// type, rows may have been converted to it, and may have to be converted back.
-template <int kLanes, int kCols, typename Norm, typename A, typename X, typename W>
+// Rows of type X are read and written in place. If X is the accumulator type, rows may have been
+// converted to it, and may have to be converted back.
+template <int kLanes, int kCols, typename Norm, typename A, typename X>
 class Forward {
   static constexpr bool kMayBeLong = kCols == 0 && kLanes * sizeof(A) >= 64;
 
@@ -83,10 +91,16 @@ class Forward {
         source_(call.sum == nullptr ? call.input : ConstRows{call.sum, call.dtype, call.cols}),
         drops_output_(call.dropout.active && call.sum == nullptr),
         is_direct_(call.output.dtype == kDTypeOf<X> && !drops_output_),
-        weight_(call.weight, call.param_dtype, cols_, rounded<W>(A(1))),
-        bias_(call.bias, call.param_dtype, Norm::kHasBias ? cols_ : 0, rounded<W>(A(0))) {}
+        weight_(call.weight, call.param_dtype, cols_, A(1)),
+        bias_(call.bias, call.param_dtype, Norm::kHasBias ? cols_ : 0, A(0)) {}
 
   void run(std::int64_t first_row, std::int64_t last_row) {
+    if constexpr (kCols > 0) {
+      if (rounds_first(args_.rounding, args_.input.dtype)) {
+        Forward<1, 0, Norm, A, A>(args_).run(first_row, last_row);
+        return;
+      }
+    }
     const std::int64_t tile_rows = rows_of_tile(cols_);
     for (std::int64_t row = first_row; row < last_row; row += tile_rows) {
       if constexpr (kMayBeLong) {
@@ -319,14 +333,11 @@ class Forward {
   void write_narrow(const Tile& tile, const A* x, int careful) {
     const A* const weight = weight_.from(0, cols_);
     const A* const bias = bias_.from(0, cols_);
-    with_met([&]<typename Met>(Met) {
-      affine_rows<kCols, Norm, Met>(x, weight, bias, mean_, shift_, rstd_, tile.rows,
-                                    output_of(tile));
-    });
+    affine_rows<kCols, Norm>(x, weight, bias, mean_, shift_, rstd_, tile.rows, output_of(tile));
     finish(tile);
     for (std::int64_t r = 0; careful > 0 && r < tile.rows; ++r) {
       if (needs_care(second_[r])) {
-        Forward<1, 0, Norm, A, A, A>(args_).run(tile.row + r, tile.row + r + 1);
+        Forward<1, 0, Norm, A, A>(args_).run(tile.row + r, tile.row + r + 1);
       }
     }
   }
@@ -337,8 +348,8 @@ class Forward {
   template <typename Met>
   FUSED_OP_CPU_INLINE void write_rows(const Tile& tile, const View<X>& x, int careful) {
     X* const output = output_of(tile);
-    const W* const weight = weight_.from(0, cols_);
-    const W* const bias = bias_.from(0, cols_);
+    const A* const weight = weight_.from(0, cols_);
+    const A* const bias = bias_.from(0, cols_);
     for (std::int64_t r = 0; r < tile.rows; ++r) {
       Normalizer<A> normalizer = normalizer_of(r);
       if (careful > 0 && needs_care(second_[r])) {
@@ -356,11 +367,15 @@ class Forward {
   void write_row(std::int64_t row, const X* x, const Normalizer<A>& normalizer) {
     for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
       count = piece(col, cols_, kTileCols);
-      const Tile part{row, 1, col, count};
-      affine<kLanes, Norm, Met>(x + col, weight_.from(col, count), bias_.from(col, count),
-                                normalizer, count, output_of(part), x + cols_ + col);
-      finish(part);
+      write_part<Met>({row, 1, col, count}, x + col, normalizer, x + cols_ + col);
     }
+  }
+  template <typename Met>
+  __attribute__((noinline)) void write_part(const Tile& part, const X* x,
+                                            const Normalizer<A>& normalizer, const X* next) {
+    affine<kLanes, Norm, Met>(x, weight_.from(part.col, part.cols), bias_.from(part.col, part.cols),
+                              normalizer, part.cols, output_of(part), next);
+    finish(part);
   }
 
   // Computes a long row in parts, which are read again for each pass.
@@ -382,10 +397,8 @@ class Forward {
       const Tile part{row, 1, col, count};
       const X* const x = read(part).first;
       with_met([&]<typename Met>(Met) {
-        affine<kLanes, Norm, Met>(x, weight_.from(col, count), bias_.from(col, count), normalizer,
-                                  count, output_of(part), values == nullptr ? x : x + cols_);
+        write_part<Met>(part, x, normalizer, values == nullptr ? x : x + cols_);
       });
-      finish(part);
     }
   }
 
@@ -397,7 +410,7 @@ class Forward {
   const double inverse_divisor_ = 1 / static_cast<double>(divisor(args_.kind, cols_));
   const A eps_ = static_cast<A>(args_.eps);
   const bool is_direct_;  // the output is written as it is computed
-  Parameter<W> weight_, bias_;
+  Parameter<A> weight_, bias_;
   A* const x_ = tile_buffer<A>(0);
   A* const y_ = tile_buffer<A>(1);
   A* const sum_ = tile_buffer<A>(2);
@@ -410,11 +423,10 @@ inline void forward(const NormForwardArgs& args, std::int64_t first_row, std::in
   const bool converts = (!adds && !lies_ready(args.input, args.dtype)) ||
                         (!adds && args.dropout.active) || args.output.dtype != args.dtype;
   const auto run = [&]<int kLanes, int kCols, typename Norm, typename A>() {
-    const auto run_elements = [&]<typename X, typename W>() {
-      Forward<kLanes, kCols, Norm, A, X, W>(args).run(first_row, last_row);
+    const auto run_elements = [&]<typename X>() {
+      Forward<kLanes, kCols, Norm, A, X>(args).run(first_row, last_row);
     };
-    const DType rows = converts ? kDTypeOf<A> : args.dtype;
-    with_elements<kLanes, A>(rows, args.param_dtype, run_elements);
+    with_elements<kLanes, A>(converts ? kDTypeOf<A> : args.dtype, run_elements);
   };
   with_types(args.kind, args.dtype, args.cols, run);
 }

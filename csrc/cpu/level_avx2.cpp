@@ -4,6 +4,7 @@
 #if FUSED_OP_CPU_X86
 #define FUSED_OP_CPU_LEVEL avx2
 #define FUSED_OP_CPU_F16C 8
+#define FUSED_OP_CPU_READS_16_BITS 1
 #define FUSED_OP_CPU_ROWS 1
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx2,f16c,bmi,bmi2"))), apply_to = function)

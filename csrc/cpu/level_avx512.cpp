@@ -4,6 +4,7 @@
 #if FUSED_OP_CPU_X86
 #define FUSED_OP_CPU_LEVEL avx512
 #define FUSED_OP_CPU_F16C 16
+#define FUSED_OP_CPU_READS_16_BITS 1
 #define FUSED_OP_CPU_ROWS 2
 #ifdef __clang__
 #pragma clang attribute push(                                                             \

@@ -167,8 +167,7 @@ class ModulatedBackward {
                   [&](std::int64_t first, std::int64_t last) {
                     A* const sums = is_cut() ? waiting : own.get();
                     parameters.take(first);
-                    with_backward(norm,
-                                  [&](auto& backward) { backward.run_rows(first, last, sums); });
+                    run_backward(norm, {first, last, false, sums});
                     if (args_.grad_branch.data != nullptr || wants_gate_) {
                       pull_back_gate(first, last, wants_gate_ ? sums + 2 * args_.cols : nullptr);
                     }

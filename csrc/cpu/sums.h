@@ -37,21 +37,36 @@ FUSED_OP_CPU_INLINE double fold(const A (&lanes)[kLanes]) {
 }
 
 // A row is processed in packs of kLanes columns. If they do not divide the row, the last pack ends
-// at the end of the row and skips the columns of the pack before it. Every loop then has kLanes
-// steps.
-template <int kLanes>
-FUSED_OP_CPU_INLINE int skip_of(std::int64_t first, std::int64_t last) {
-  return static_cast<int>(kLanes - (last - first));
+// at the end of the row and skips the columns of the pack before it: a mask makes them zeros. Every
+// loop then has kLanes steps. (Compilers turn a condition on the lane into scalar code.)
+template <typename A>
+using Bits = std::conditional_t<sizeof(A) == 4, std::int32_t, std::int64_t>;
+template <typename A>
+constexpr auto kLaneMasks = [] {
+  std::array<Bits<A>, 2 * kMaxLanes> masks{};
+  std::fill(masks.begin() + kMaxLanes, masks.end(), Bits<A>(-1));
+  return masks;
+}();
+
+// The masks of a pack for columns [first, last), or of a whole one.
+template <int kLanes, typename A>
+FUSED_OP_CPU_INLINE const Bits<A>* masks_of(std::int64_t first, std::int64_t last) {
+  return &kLaneMasks<A>[static_cast<std::size_t>(kMaxLanes - kLanes + (last - first))];
+}
+template <typename A>
+FUSED_OP_CPU_INLINE A masked(A value, Bits<A> mask) {
+  return std::bit_cast<A>(std::bit_cast<Bits<A>>(value) & mask);
 }
 
 // Adds `scale · x - center`, if kSum, and its square.
-template <int kLanes, bool kSum, typename X, typename A>
-FUSED_OP_CPU_INLINE void add_pack(const X* x, A scale, A center, int skip, A (&sums)[kLanes],
-                                  A (&squares)[kLanes]) {
+template <int kLanes, bool kSum, bool kSkips, typename X, typename A>
+FUSED_OP_CPU_INLINE void add_pack(const X* x, A scale, A center, const Bits<A>* masks,
+                                  A (&sums)[kLanes], A (&squares)[kLanes]) {
   const Pack<kLanes, X, A> values(x);
 #pragma omp simd
   for (int j = 0; j < kLanes; ++j) {
-    const A deviation = j >= skip ? values[j] * scale - center : A(0);
+    const A found = values[j] * scale - center;
+    const A deviation = kSkips ? masked(found, masks[j]) : found;
     if (kSum) {
       sums[j] += deviation;
     }
@@ -79,21 +94,19 @@ void with_lanes(std::int64_t cols, Function& function) {
   }
 }
 
-// Calls function<X, W>() with the types in which rows and parameters are read. For all but short
-// rows these may have 16 bits; elements are then converted as they are loaded.
+// Calls function<X>() with the type in which rows are read. For all but short rows it may have 16
+// bits; elements are then converted as they are loaded.
 template <int kLanes, typename A, typename Function>
-void with_elements(DType rows, DType params, Function& function) {
-  if constexpr (kLanes == kMaxLanes) {
+void with_elements(DType rows, Function& function) {
+  if constexpr (kLanes == kMaxLanes && FUSED_OP_CPU_READS_16_BITS) {
     if (rows == DType::kFloat16) {
-      return params == rows ? function.template operator()<Float16, Float16>()
-                            : function.template operator()<Float16, A>();
+      return function.template operator()<Float16>();
     }
     if (rows == DType::kBFloat16) {
-      return params == rows ? function.template operator()<BFloat16, BFloat16>()
-                            : function.template operator()<BFloat16, A>();
+      return function.template operator()<BFloat16>();
     }
   }
-  function.template operator()<A, A>();
+  function.template operator()<A>();
 }
 
 template <typename Function>
@@ -109,16 +122,6 @@ void with_types(NormKind kind, DType dtype, std::int64_t cols, Function& functio
     is_double ? with_lanes<RmsNorm, double>(cols, function)
               : with_lanes<RmsNorm, float>(cols, function);
   }
-}
-
-// The normaliser of nearly every row. Its constants cost nothing where the compiler knows them.
-template <typename A>
-FUSED_OP_CPU_INLINE Normalizer<A> plain_normalizer(A mean, A rstd) {
-  return {A(1), mean, A(-0.0), rstd};
-}
-template <typename A>
-FUSED_OP_CPU_INLINE bool is_plain(const Normalizer<A>& normalizer) {
-  return normalizer.scale == A(1) && normalizer.shift == A(0);
 }
 
 // Prefetches what will be read next during the current computation. If rows come from memory, each
@@ -146,11 +149,11 @@ FUSED_OP_CPU_INLINE void add_deviations(const X* x, std::int64_t cols, A scale, 
     const std::int64_t last = col + count;
     std::int64_t i = col;
     for (; i + kLanes <= last; i += kLanes) {
-      add_pack<kLanes, kSum>(x + i, scale, center, 0, sums, squares);
+      add_pack<kLanes, kSum, false>(x + i, scale, center, nullptr, sums, squares);
     }
     if (i < last) {
-      const int skip = skip_of<kLanes>(i, last);
-      add_pack<kLanes, kSum>(x + last - kLanes, scale, center, skip, sums, squares);
+      add_pack<kLanes, kSum, true>(x + last - kLanes, scale, center, masks_of<kLanes, A>(i, last),
+                                   sums, squares);
     }
     if (kSum) {
       totals.sum += fold(sums);

@@ -83,6 +83,14 @@ inline void add_rows(const A* __restrict a, const A* __restrict b, std::int64_t 
   }
 }
 
+template <typename A>
+inline void add_to_rows(const A* __restrict addend, std::int64_t count, A* __restrict sum) {
+#pragma omp simd
+  for (std::int64_t i = 0; i < count; ++i) {
+    sum[i] += addend[i];
+  }
+}
+
 // `values` is a contiguous tile.
 template <typename A>
 void write_tile(const A* values, void* data, DType dtype, const Tile& tile, std::int64_t cols) {
@@ -109,23 +117,23 @@ void drop_tile(const Dropout& dropout, const Tile& tile, A* values) {
 // Weight or bias; if there is none, `absent` for every column. Long rows are converted in parts,
 // and so are their parameters: with few rows, converting them as a whole would cost more than the
 // rows.
-template <typename W>
+template <typename A>
 class Parameter {
  public:
-  Parameter(const void* data, DType dtype, std::int64_t cols, W absent)
+  Parameter(const void* data, DType dtype, std::int64_t cols, A absent)
       : data_(data), dtype_(dtype), is_long_(is_long(cols)) {
     if (data == nullptr) {
       std::fill_n(values_, std::min(cols, kWholeCols), absent);
-    } else if (dtype != kDTypeOf<W> && !is_long_) {
+    } else if (dtype != kDTypeOf<A> && !is_long_) {
       convert(0, cols);
     }
   }
 
   // The values from `col` on, `cols` of them: for a long row, no more than a part. Valid until the
   // next call.
-  const W* from(std::int64_t col, std::int64_t cols) {
-    if (data_ != nullptr && dtype_ == kDTypeOf<W>) {
-      return static_cast<const W*>(data_) + col;
+  const A* from(std::int64_t col, std::int64_t cols) {
+    if (data_ != nullptr && dtype_ == kDTypeOf<A>) {
+      return static_cast<const A*>(data_) + col;
     }
     if (!is_long_) {
       return values_ + col;
@@ -138,15 +146,13 @@ class Parameter {
 
  private:
   void convert(std::int64_t col, std::int64_t cols) {
-    if constexpr (sizeof(W) > 2) {  // otherwise the elements have type W
-      read_elements(data_, dtype_, col, cols, values_);
-    }
+    read_elements(data_, dtype_, col, cols, values_);
   }
 
   const void* const data_;
   const DType dtype_;
   const bool is_long_;
-  W values_[kWholeCols];
+  A values_[kWholeCols];
 };
 
 }  // namespace fused_op::cpu::FUSED_OP_CPU_LEVEL

@@ -51,7 +51,7 @@ struct ImageShape {
   bool empty() const { return rows == 0 || channels == 0; }
 };
 
-ImageShape check(const char* op, const Images& images) {
+ImageShape check_images(const char* op, const Images& images) {
   const at::Tensor& input = images.input;
   check_rows(op, "input", input);
   TORCH_CHECK(input.dim() >= 2, op,
@@ -65,10 +65,10 @@ ImageShape check(const char* op, const Images& images) {
   return ImageShape(input);
 }
 
-void check_memory(const char* op, const Images& images) {
-  fused_op::check_memory(op, "input", images.input);
-  fused_op::check_memory(op, "weight", images.weight);
-  fused_op::check_memory(op, "bias", images.bias);
+void check_image_memory(const char* op, const Images& images) {
+  check_memory(op, "input", images.input);
+  check_memory(op, "weight", images.weight);
+  check_memory(op, "bias", images.bias);
 }
 
 at::ScalarType param_dtype_of(const Images& images) {
@@ -106,7 +106,7 @@ std::tuple<at::Tensor, at::Tensor> channels_first_forward(
   const char* const op = op_name(options);
   TORCH_CHECK_VALUE(std::isfinite(eps), op, ": eps must be finite, got ", eps);
   const Images images{input, weight, bias};
-  const ImageShape shape = check(op, images);
+  const ImageShape shape = check_images(op, images);
   const at::ScalarType dtype = input.scalar_type();
   const at::Tensor output = backend::empty(input.sizes(), dtype, input.device());
   at::Tensor stats;
@@ -117,7 +117,7 @@ std::tuple<at::Tensor, at::Tensor> channels_first_forward(
   if (shape.empty()) {
     return {output, save_stats ? stats.zero_() : nothing_like(input)};
   }
-  check_memory(op, images);
+  check_image_memory(op, images);
   const Borrowed readable = readable_dense(input, input.element_size());
   const at::ScalarType param_dtype = param_dtype_of(images);
   const Parameters parameters(weight, bias, false, param_dtype);
@@ -179,7 +179,7 @@ Gradients channels_first_backward(const at::Tensor& grad_output, const at::Tenso
   const char* const op = "fused_op::channels_first_backward";
   const ImageOptions options = parse_options(norm, activation);
   const Images images{input, weight, bias};
-  const ImageShape shape = check(op, images);
+  const ImageShape shape = check_images(op, images);
   check_rows(op, "grad_output", grad_output);
   check_device(op, "grad_output", grad_output, input);
   check_same_shape(op, "grad_output", grad_output, input);
@@ -188,9 +188,9 @@ Gradients channels_first_backward(const at::Tensor& grad_output, const at::Tenso
               grad_output.scalar_type());
   check_stats(op, stats, options.norm, input, shape.rows);
   if (!shape.empty()) {
-    check_memory(op, images);
-    fused_op::check_memory(op, "grad_output", grad_output);
-    fused_op::check_memory(op, "stats", stats);
+    check_image_memory(op, images);
+    check_memory(op, "grad_output", grad_output);
+    check_memory(op, "stats", stats);
   }
   auto [grad_input, grad_weight, grad_bias] =
       run_backward(grad_output, images, stats, shape, options, wanted);

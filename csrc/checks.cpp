@@ -302,6 +302,15 @@ void check_memory(const char* op, const NormTensors& tensors) {
   check_memory(op, "rng_state", tensors.rng_state);
 }
 
+void check_all_memory(const char* op,
+                      std::initializer_list<std::pair<const char*, const at::Tensor*>> tensors) {
+  for (const auto& [name, tensor] : tensors) {
+    if (tensor != nullptr && tensor->numel() > 0) {
+      check_memory(op, name, *tensor);
+    }
+  }
+}
+
 void check_memory(const char* op, const BackwardTensors& tensors, const MainGrads& main_grads) {
   check_memory(op, "grad_output", tensors.grad_output);
   check_memory(op, "grad_sum", tensors.grad_sum);

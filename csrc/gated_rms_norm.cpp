@@ -59,20 +59,6 @@ void check_tensors(const char* op, const at::Tensor& input, const at::Tensor& ga
               ": there are more than 2^31 groups");
 }
 
-// Checks the memory of every tensor that has elements.
-void check_all_memory(const char* op,
-                      std::initializer_list<std::pair<const char*, const at::Tensor*>> tensors,
-                      const OptionalTensor& weight) {
-  for (const auto& [name, tensor] : tensors) {
-    if (tensor->numel() > 0) {
-      check_memory(op, name, *tensor);
-    }
-  }
-  if (weight && weight->numel() > 0) {
-    check_memory(op, "weight", *weight);
-  }
-}
-
 // Rows may be read at two strides. If any are, all must be whole vectors; see readable_rows().
 RowAccess access_of(std::initializer_list<const at::Tensor*> tensors, const Shape& shape) {
   RowAccess access{.may_be_split = true, .most_split_bytes = kMostGroupBytes};
@@ -279,7 +265,7 @@ Results gated_rms_norm_forward(const at::Tensor& input, const at::Tensor& gate,
       parse_options(group_size, activation, gate_first, zero_centered, rounding);
   TORCH_CHECK_VALUE(std::isfinite(eps), op, ": eps must be finite, got ", eps);
   check_tensors(op, input, gate, weight, options);
-  check_all_memory(op, {{"input", &input}, {"gate", &gate}}, weight);
+  check_all_memory(op, {{"input", &input}, {"gate", &gate}, {"weight", pointer_to(weight)}});
   return forward(input, gate, weight, options, eps, save_stats);
 }
 
@@ -299,9 +285,11 @@ Gradients gated_rms_norm_backward(const at::Tensor& grad_output, const at::Tenso
               ": grad_output must have the dtype of input, ", input.scalar_type(), ", got ",
               grad_output.scalar_type());
   check_stats(op, stats, NormKind::kRmsNorm, input, Shape(grouped(input, group_size), 1).rows);
-  check_all_memory(
-      op, {{"grad_output", &grad_output}, {"input", &input}, {"gate", &gate}, {"stats", &stats}},
-      weight);
+  check_all_memory(op, {{"grad_output", &grad_output},
+                        {"input", &input},
+                        {"gate", &gate},
+                        {"stats", &stats},
+                        {"weight", pointer_to(weight)}});
   auto [grad_input, grad_gate, grad_weight] =
       backward({grad_output, input, gate, weight, stats}, options, wanted);
   const auto defined = [&](at::Tensor& gradient) {

@@ -81,19 +81,14 @@ std::int64_t check_tensors(const ModulatedCall& call) {
   return rows;
 }
 
-void check_all_memory(const ModulatedCall& call) {
-  const auto check = [&](const char* name, const at::Tensor* tensor) {
-    if (tensor != nullptr && tensor->numel() > 0) {
-      check_memory(call.op, name, *tensor);
-    }
-  };
-  check("input", &call.input);
-  check("residual", call.residual);
-  check("gate", call.gate);
-  check("scale", &call.scale);
-  check("shift", call.shift ? &*call.shift : nullptr);
-  check("weight", call.weight ? &*call.weight : nullptr);
-  check("bias", call.bias ? &*call.bias : nullptr);
+void check_call_memory(const ModulatedCall& call) {
+  check_all_memory(call.op, {{"input", &call.input},
+                             {"residual", call.residual},
+                             {"gate", call.gate},
+                             {"scale", &call.scale},
+                             {"shift", pointer_to(call.shift)},
+                             {"weight", pointer_to(call.weight)},
+                             {"bias", pointer_to(call.bias)}});
 }
 
 // Entries as kernels read them: rows at one stride, in `dtype`.
@@ -185,7 +180,7 @@ ModulatedResults forward(const ModulatedCall& call, double eps, bool save_stats)
     }
     return results;
   }
-  check_all_memory(call);
+  check_call_memory(call);
   const Borrowed rows = readable_rows(input, shape, {});
   const Borrowed residual =
       call.gate != nullptr ? readable_rows(*call.residual, shape, {}) : Borrowed();
@@ -268,7 +263,7 @@ ModulatedGrads backward(const ModulatedCall& call, const at::Tensor& grad_output
       }
     }
   } else {
-    check_all_memory(call);
+    check_call_memory(call);
     check_memory(op, "stats", stats);
     run_backward({call, rows_each, grad_output, grad_sum, x, stats}, grads);
   }

@@ -8,16 +8,6 @@
 namespace fused_op {
 namespace {
 
-void check_all_memory(const char* op,
-                      std::initializer_list<std::pair<const char*, const at::Tensor*>> tensors) {
-  for (const auto& [name, tensor] : tensors) {
-    if (tensor != nullptr && tensor->numel() > 0) {
-      check_memory(op, name, *tensor);
-    }
-  }
-}
-const at::Tensor* pointer_to(const OptionalTensor& tensor) { return tensor ? &*tensor : nullptr; }
-
 void check_grad_output(const char* op, const char* name, const at::Tensor& grad,
                        const at::Tensor& input) {
   check_rows(op, name, grad);

@@ -67,14 +67,12 @@ constexpr int kEntrySums = 3;
 
 // What the sum of squares is divided by. This is the only difference between the L2 norm and the
 // RMS norm, whose loops compute both.
-// RMS norm compute, from it.
 inline std::int64_t divisor(NormKind kind, std::int64_t cols) {
   return kind == NormKind::kL2Norm ? 1 : cols;
 }
 
 // kTiles uninitialised tiles of double. The thread keeps them: freed memory of that size goes back
 // to the system, and its pages would be mapped again in every call.
-// the system when it is freed, and its pages would be mapped anew in every call.
 void* thread_tiles();
 
 struct Level {

@@ -41,6 +41,10 @@ from ._channels_first import (  # noqa: E402
     fused_channels_first_layer_norm,
     fused_channels_first_rms_norm,
 )
+from ._channels_first_modules import (  # noqa: E402
+    FusedChannelsFirstLayerNorm,
+    FusedChannelsFirstRMSNorm,
+)
 from ._compile_pass import CompilePass, CompilePassReport, compile_pass  # noqa: E402
 from ._disabled import disabled  # noqa: E402
 from ._gated_rms_norm import FusedGatedRMSNorm, fused_gated_rms_norm  # noqa: E402
@@ -90,6 +94,8 @@ __all__ = [
     "CompilePassReport",
     "FusedAddLayerNorm",
     "FusedAddRMSNorm",
+    "FusedChannelsFirstLayerNorm",
+    "FusedChannelsFirstRMSNorm",
     "FusedGatedRMSNorm",
     "FusedLayerNorm",
     "FusedLayerNormFunction",

@@ -185,12 +185,7 @@ def _check_tensors(
     bias: Tensor | None,
     activation: PixelActivation,
 ) -> None:
-    if activation is not None and not isinstance(activation, str):
-        raise TypeError(
-            f"{op}: argument 'activation' must be str or None, not {type(activation).__name__}"
-        )
-    if activation not in (None, "silu"):
-        raise ValueError(f"{op}: activation must be 'silu' or None, got {activation!r}")
+    check_activation(op, activation)
     check_rows(op, "input", input)
     if input.dim() < 2:
         raise RuntimeError(
@@ -205,6 +200,15 @@ def _check_tensors(
                 f"{op}: {name}: Tensor on device {parameter.device} is not on the expected device "
                 f"{input.device} of input"
             )
+
+
+def check_activation(op: str, activation: Any) -> None:
+    if activation is not None and not isinstance(activation, str):
+        raise TypeError(
+            f"{op}: argument 'activation' must be str or None, not {type(activation).__name__}"
+        )
+    if activation not in (None, "silu"):
+        raise ValueError(f"{op}: activation must be 'silu' or None, got {activation!r}")
 
 
 def _fake_forward(

@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ._options import Norm, Rounding
+from ._channels_first import fused_channels_first_layer_norm, fused_channels_first_rms_norm
+from ._options import Norm, Rounding, machine_eps
 from .functional import fused_layer_norm, fused_rms_norm
 from .modules import FusedLayerNorm, FusedRMSNorm, takes_original
 
@@ -28,6 +29,9 @@ class Formula(NamedTuple):
     factor: Factor  # what it multiplies by
     eps: str | float  # the attribute of its instances that holds it, or the number in the code
     rounding: Rounding = "once"
+    # How many dimensions the images have whose channels, dimension 1, it normalises; (): it
+    # normalises the last dimensions.
+    images: tuple[int, ...] = ()
 
     def eps_of(self, module: nn.Module) -> Any:
         return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
@@ -59,12 +63,14 @@ def is_fused(cls: type) -> bool:
 
 @functools.cache
 def _subclass(original: Any, formula: Formula) -> type[nn.Module]:
-    norm, kind, _, rounding = formula
+    norm, kind, _, rounding, images = formula
     zero_centered, is_rounded = kind == "1 + weight", kind == "rounded 1 + weight"
+    kind_of = {"is_image": bool(images)}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # What was proved is the call with rows of the parameters' dtype. Anything else, such as a
-        # gate beside the input or 16-bit rows under float32 weights, goes to the original.
+        # What was proved is the call with rows, or such images, of the parameters' dtype. Anything
+        # else, such as a gate beside the input or 16-bit rows under float32 weights, goes to the
+        # original.
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
         affine = bias if weight is None else weight
         if (
@@ -72,7 +78,8 @@ def _subclass(original: Any, formula: Formula) -> type[nn.Module]:
             or kwargs
             or not isinstance(args[0], Tensor)
             or (affine is not None and args[0].dtype != affine.dtype)
-            or (is_dynamo_compiling() and takes_original(self, args[0], weight, bias))
+            or (images and args[0].dim() not in images)
+            or (is_dynamo_compiling() and takes_original(self, args[0], weight, bias, **kind_of))
         ):
             return original.forward(self, *args, **kwargs)
         factor = None if kind == "1" else weight
@@ -85,11 +92,13 @@ def _subclass(original: Any, formula: Formula) -> type[nn.Module]:
             "rounding": rounding,
         }
         try:
+            if images:
+                return _of_image(norm, args[0], factor, bias, eps)
             if norm == "layer_norm":
                 return fused_layer_norm(args[0], factor, bias, eps, **options)
             return fused_rms_norm(args[0], factor, eps, **options)
         except (RuntimeError, TypeError):
-            if not takes_original(self, args[0], weight, bias, has_failed=True):
+            if not takes_original(self, args[0], weight, bias, has_failed=True, **kind_of):
                 raise
         return original.forward(self, *args)
 
@@ -112,6 +121,13 @@ def _subclass(original: Any, formula: Formula) -> type[nn.Module]:
         },
     )
     return cls
+
+
+def _of_image(norm: Norm, x: Tensor, weight: Any, bias: Any, eps: float | None) -> Tensor:
+    eps = machine_eps(x) if eps is None else eps
+    if norm == "layer_norm":
+        return fused_channels_first_layer_norm(x, weight, bias, eps)
+    return fused_channels_first_rms_norm(x, weight, bias, eps)
 
 
 def _restore(original: type[nn.Module], *recipe: Any) -> Any:

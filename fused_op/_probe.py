@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+# The numbers of dimensions of images, [N, C, *spatial], the most common one first.
+RANKS = (4, 3, 5)
 _VALUES = (int, float, complex, str, bytes, bytearray, set, frozenset)
 
 
@@ -151,6 +153,35 @@ def _same(a: Any, b: Any, seen: frozenset[int] = frozenset()) -> bool:
     return _same(vars(a), vars(b), seen) if hasattr(a, "__dict__") else True
 
 
+def image_ranks(
+    module: nn.Module, like: Tensor, channels: int, shared: dict[int, Any]
+) -> tuple[int, ...]:
+    """The numbers of dimensions of the images, channels first, that a forward takes."""
+    shapes = {rank: (2, channels, 3, 5, 2)[:rank] for rank in RANKS}
+    return tuple(
+        rank
+        for rank, shape in shapes.items()
+        if _try_forward(module, like, torch.ones(shape), shared) is not None
+    )
+
+
+def _try_forward(
+    module: nn.Module, like: Tensor, x: Tensor, shared: dict[int, Any]
+) -> Tensor | None:
+    """The output of a module with parameters of ones, or None if it raises."""
+    probe = make_probe(module, lambda *size: torch.ones(size, device=like.device), shared)
+    devices = [like.device] if like.is_cuda else []
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices),
+        torch.autocast(like.device.type, enabled=False),
+    ):
+        try:
+            return run_forward(type(probe), probe.eval(), x.to(like))
+        except Refusal:
+            return None
+
+
 def explain(
     refusal: Refusal, module: nn.Module, like: Tensor, cols: int, shared: dict[int, Any]
 ) -> Refusal:
@@ -165,26 +196,15 @@ def explain(
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if required := [p.name for p in named if p.default is p.empty]:
         return Refusal(f"its forward takes more than the input ({', '.join(required)})")
-
-    def call(x: Tensor) -> Tensor | None:
-        probe = make_probe(module, lambda *size: torch.ones(size, device=like.device), shared)
-        try:
-            return run_forward(type(probe), probe.eval(), x.to(like))
-        except Refusal:
-            return None
-
-    devices = [like.device] if like.is_cuda else []
-    with torch.no_grad(), torch.random.fork_rng(devices):
-        if refusal.is_of_run:
-            images = torch.ones(2, cols, 3, 5), torch.ones(2, cols, 3)
-            if any(call(x) is not None for x in images):
-                return Refusal("takes images, channels first: dimension 1, not the last")
-            if named:
-                return Refusal(f"{refusal} (it also takes {', '.join(p.name for p in named)})")
-            return refusal
-        # A norm gives large rows, and the same twice as large, one result.
-        x = torch.linspace(-64, 100, 2 * cols).view(2, cols)
-        small, large = call(x), call(2 * x)
+    if refusal.is_of_run:
+        if image_ranks(module, like, cols, shared):
+            return Refusal("takes images, channels first: dimension 1, not the last")
+        if named:
+            return Refusal(f"{refusal} (it also takes {', '.join(p.name for p in named)})")
+        return refusal
+    # A norm gives large rows, and the same twice as large, one result.
+    x = torch.linspace(-64, 100, 2 * cols).view(2, cols)
+    small, large = (_try_forward(module, like, t, shared) for t in (x, 2 * x))
     if small is not None and large is not None and not torch.allclose(small, large, 0.1, 0.1):
         return Refusal("is not a norm: its output grows with its input")
     return refusal

@@ -5,6 +5,10 @@ what the forward does with them. Rows have one to five dimensions, and there are
 hundred of them, because a forward may tell images from sequences that way. Their magnitudes range
 from far below the root of eps to far above it, and some are zeros, NaN or infinities, because a
 forward may hide those.
+
+A norm over the channels of images gets images. Their pixels are the rows of everything else here:
+a view with the channels last. In memory the channels are dimension 1, or the last, because a
+forward may look at that as well.
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ from ._probe import Refusal, check_side_effects, make_probe, run_forward
 BATCHES: tuple[tuple[int, ...], ...] = ((7,), (2, 5), (2, 3, 5))
 # Where the original runs them too; outside of training alone, since they take as long as the rest.
 MORE_BATCHES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (65,), (17, 1), (2, 1, 2, 1, 3))
+# The same of images and their pixels, as many sizes as an image has besides its channels.
+IMAGES = ((2, 3, 5, 2),)
+MORE_IMAGES = ((2, 3, 5, 2), (0, 2, 2, 2), (1, 1, 1, 1), (65, 2, 1, 1), (1, 67, 1, 2))
 MAGNITUDES = (2.0**-20, 2.0**-10, 2.0**-3, 1.0, 2.0**3, 2.0**10)
 LARGEST = {torch.float16: 2.0**12}  # times a normal number, 2**15
 OTHERS_LARGEST = 2.0**50  # sums of whose squares are finite in float32
@@ -60,7 +67,7 @@ def prove(
     Args:
         module: left as it is; its hooks do not run.
         fused: the class it would get.
-        formula: what that class computes.
+        formula: what that class computes; for images of one number of dimensions, if of images.
         like: a tensor of the dtype and device to compare in.
         shape: what the module normalises together.
         shared: as of :func:`make_probe`.
@@ -81,14 +88,17 @@ def prove(
     largest = LARGEST.get(like.dtype, OTHERS_LARGEST)
     magnitudes = torch.tensor((*MAGNITUDES, largest), dtype=compute_dtype(like), device=like.device)
 
-    def some_rows(batch: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def some_rows(batch: tuple[int, ...], as_planes: bool) -> tuple[Tensor, Tensor]:
         """At magnitude 1, and at all magnitudes in turn."""
         per_row = *batch, *[1] * len(shape)
         rows = normal(*batch, *shape) + normal(*per_row)
         row = torch.arange(math.prod(batch), device=like.device).reshape(per_row)
         scaled = rows * magnitudes[row % len(magnitudes)]
-        return rows.to(like.dtype), scaled.to(like.dtype)
+        both = rows.to(like.dtype), scaled.to(like.dtype)
+        return (_as_planes(both[0]), _as_planes(both[1])) if as_planes else both
 
+    planes = bool(formula.images)
+    few, batches, more, many = _batches(formula, -(-SAME_ELEMENTS // math.prod(shape)))
     devices = [like.device] if like.device.type == "cuda" else []
     ulps = 1
     # A caller's inference mode would leave no gradients to compare.
@@ -100,32 +110,59 @@ def prove(
         probe = make_probe(module, normal, shared)
         for training in (False, True):
             probe.training = training
-            check_side_effects(probe, some_rows((3,))[0], shared)
-            for batch in BATCHES:
-                rows, x = some_rows(batch)
+            check_side_effects(probe, _input(some_rows(few, planes)[0], formula), shared)
+            for batch in batches:
+                rows, x = some_rows(batch, planes)
                 ulps = max(ulps, _compare_outputs(probe, fused, formula, x, shape))
             # At magnitude 1 alone: the gradient of small rows overflows float16.
             _compare_gradients(probe, fused, formula, rows, shape, normal)
             _compare_special_rows(probe, fused, formula, rows, len(shape))
         probe.training = False
-        for batch in MORE_BATCHES:
-            _, x = some_rows(batch)
+        for batch in more:
+            _, x = some_rows(batch, as_planes=False)
             try:
                 ulps = max(ulps, _compare_outputs(probe, fused, formula, x, shape))
             except Refusal as refusal:
                 if not refusal.is_of_run:
                     raise
-        rows, _ = some_rows((-(-SAME_ELEMENTS // math.prod(shape)),))
-        differing = _share_of_others(probe, fused, rows) if like.dtype.itemsize == 2 else 1.0
+        if planes:
+            rows, _ = some_rows(batches[0], as_planes=False)
+            _compare_gradients(probe, fused, formula, rows, shape, normal)
+        differing = 1.0
+        if like.dtype.itemsize == 2:
+            differing = _share_of_others(probe, fused, formula, some_rows(many, planes)[0])
     return Match(ulps, formula.rounding, differing)
+
+
+def _batches(formula: Formula, many: int) -> tuple[tuple[int, ...], Any, Any, tuple[int, ...]]:
+    """A small one; those that the original has to run, and need not; one of so many rows."""
+    if not formula.images:
+        return (3,), BATCHES, MORE_BATCHES, (many,)
+    sizes = formula.images[0] - 1
+    some, more = ([batch[:sizes] for batch in each] for each in (IMAGES, MORE_IMAGES))
+    return (3, 1, 1, 1)[:sizes], some, more, (1, many, 1, 1)[:sizes]
+
+
+def _as_planes(pixels: Tensor) -> Tensor:
+    """The same pixels, in the memory of an image whose channels are dimension 1."""
+    return pixels.movedim(-1, 1).contiguous().movedim(1, -1)
+
+
+def _input(rows: Tensor, formula: Formula) -> Tensor:
+    """What forward takes: the rows, or the image of which they are the pixels."""
+    return rows.movedim(-1, 1) if formula.images else rows
+
+
+def _run(cls: Any, probe: nn.Module, rows: Tensor, formula: Formula) -> Tensor:
+    y = run_forward(cls, probe, _input(rows, formula))
+    return y.movedim(1, -1) if formula.images else y
 
 
 @torch.no_grad()
 def _compare_outputs(
     probe: nn.Module, fused: type[nn.Module], formula: Formula, x: Tensor, shape: tuple[int, ...]
 ) -> int:
-    old = run_forward(type(probe), probe, x).double()
-    new = run_forward(fused, probe, x).double()
+    old, new = (_run(cls, probe, x, formula).double() for cls in (type(probe), fused))
     factor, bias = _params(probe, formula)
     eps = _eps(probe, formula, x)
     truth, _ = compute(
@@ -146,17 +183,20 @@ def _compare_outputs(
     ulps = 1 if once else 2
     if proved and bool(((old - new).abs() <= ulps * ulp + subnormal + 2 * noise).all()):
         return ulps
-    difference = f"differs from {formula.norm} over the last {len(shape)} dimension(s)"
+    over = "the channels, dimension 1," if formula.images else f"the last {len(shape)} dimension(s)"
+    difference = f"differs from {formula.norm} over {over}"
     if bool((error <= 3 * info.eps * condition + subnormal + noise).all()):
         raise Refusal(f"{difference} by roundings to {x.dtype} in between, which are not ours")
     raise Refusal(f"{difference} by more than {x.dtype} rounds", is_of_values=True)
 
 
 @torch.no_grad()
-def _share_of_others(probe: nn.Module, fused: type[nn.Module], x: Tensor) -> float:
+def _share_of_others(
+    probe: nn.Module, fused: type[nn.Module], formula: Formula, x: Tensor
+) -> float:
     """Of the outputs, those with other bits."""
     try:
-        old, new = (run_forward(cls, probe, x) for cls in (type(probe), fused))
+        old, new = (_run(cls, probe, x, formula) for cls in (type(probe), fused))
     except Refusal:  # of so many rows
         return 1.0
     return int((old != new).sum()) / x.numel()
@@ -167,13 +207,17 @@ def _compare_special_rows(
     probe: nn.Module, fused: type[nn.Module], formula: Formula, rows: Tensor, normalized_ndim: int
 ) -> None:
     """Rows of zeros give what the op gives, and NaN and infinities show."""
-    x = rows.flatten(0, rows.dim() - normalized_ndim - 1).clone()
+    last = rows.dim() - normalized_ndim - 1
+    x = rows.flatten(0, last).clone()
     if x.numel() == 0:
         return
     for row, value in enumerate((math.nan, math.inf, -math.inf)):
         x[row].view(-1)[-1] = value
     x[3] = 0
-    old, new = (run_forward(cls, probe, x) for cls in (type(probe), fused))
+    given = _as_planes(x.view(rows.shape)) if formula.images else x
+    old, new = (_run(cls, probe, given, formula) for cls in (type(probe), fused))
+    if formula.images:
+        old, new = old.flatten(0, last), new.flatten(0, last)
     for row in range(3):
         if bool(old[row].isfinite().all()):
             raise Refusal("hides NaN or infinities of its input")
@@ -197,7 +241,7 @@ def _compare_gradients(
     with torch.enable_grad():
         for cls in (type(probe), fused):
             leaf = x.detach().requires_grad_()
-            y = run_forward(cls, probe, leaf)
+            y = _run(cls, probe, leaf, formula)
             if not y.requires_grad:
                 raise Refusal("gives no gradient")
             inputs = [leaf, *parameters.values()]

@@ -43,7 +43,7 @@ def fuse_residuals(model: nn.Module) -> tuple[Residual, ...]:
         norms = {
             n
             for n, child in module.named_children()
-            if CONVERTED in child.__dict__ and not hasattr(type(child), HELPER)
+            if CONVERTED in child.__dict__ and _is_of_rows(cast(Any, type(child)))
         }
         if not norms or hasattr(type(module), HELPER):
             continue
@@ -113,8 +113,18 @@ def _takes_sum(norm: Any, weight: Any, bias: Any, left: Any, right: Any) -> bool
         and (bias is None or bias.dtype is left.dtype)
         and left.shape == right.shape
         and is_fused(type(norm))
+        and _is_of_rows(cast(Any, type(norm)))
         and not _is_hooked(norm.__dict__)
     )
+
+
+@functools.cache
+def _is_of_rows(cls: Any) -> bool:
+    """Whether it is the fused class of a norm over the last dimensions of one input."""
+    if cls in (FusedLayerNorm, FusedRMSNorm):
+        return True
+    recipe = getattr(cls, "_fused_recipe", ())  # those of gated norms and of blocks are shorter
+    return len(recipe) == 1 + len(Formula._fields) and not Formula(*recipe[1:]).images
 
 
 @functools.cache

@@ -18,13 +18,17 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ._arguments import KERNEL_DTYPES
+from ._channels_first_modules import ChannelsFirstNorm
 from ._fused_class import Factor, Formula, fused_class, is_fused
 from ._gated_class import gate_parameter, prove_gated
+from ._gated_rms_norm import FusedGatedRMSNorm
 from ._options import Norm, Rounding
-from ._probe import Refusal, explain, state_key
+from ._probe import Refusal, explain, image_ranks, state_key
 from ._proof import Match, prove
 from ._residual import Residual, fuse_residuals
 from .modules import CONVERTED, FusedLayerNorm, FusedRMSNorm
+
+_FUSED = FusedLayerNorm, FusedRMSNorm, FusedGatedRMSNorm, ChannelsFirstNorm
 
 Select = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
@@ -90,7 +94,8 @@ def convert(
     ``torch.nn.LayerNorm`` and ``RMSNorm`` become :class:`FusedLayerNorm` and :class:`FusedRMSNorm`.
     Other leaf modules that look like a norm, by name or by an ``eps``, and have at most a
     ``weight`` and a ``bias``, become a subclass of their class. This includes Gemma's, which
-    multiply by ``1 + weight``.
+    multiply by ``1 + weight``, and norms over the channels of images, dimension 1, which keep
+    that dimension where it is in memory.
 
     Before that, a copy of each runs beside the fused op, forward and backward, in the dtype and on
     the device of its parameters: on random rows of many magnitudes and shapes, on zeros, and on NaN
@@ -110,8 +115,8 @@ def convert(
     convert after ``model.to(dtype)``. A wrapper that has replaced the class, ``forward`` or
     parameters of a norm prevents its conversion, so convert before ``fully_shard`` and the like.
     Inputs that no kernel takes (nested, sparse, complex) go to the original forward. In a class
-    that is not PyTorch's, so do rows of another dtype than the parameters, and calls with more
-    than the input.
+    that is not PyTorch's, so do rows of another dtype than the parameters, images of a number of
+    dimensions that was not compared, and calls with more than the input.
 
     Copies and pickles of a converted model are converted. Unpickling one needs this package: call
     :func:`revert` first, or save the ``state_dict``, which is the same before and after.
@@ -279,7 +284,7 @@ def _judge_once(
 
 def _judge(module: nn.Module, like: Tensor, shared: dict[int, Any]) -> _Proof:
     """The class that the module may get, and its proof. Raises a Refusal if there is none."""
-    if CONVERTED in module.__dict__ or isinstance(module, (FusedLayerNorm, FusedRMSNorm)):
+    if CONVERTED in module.__dict__ or isinstance(module, _FUSED):
         raise Refusal("is fused already")
     given = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
     if any(map(is_lazy, given)):
@@ -293,17 +298,71 @@ def _judge(module: nn.Module, like: Tensor, shared: dict[int, Any]) -> _Proof:
             like = torch.empty(0, dtype=like.dtype, device="cpu")
         if gate_parameter(type(module)) is not None:
             return _prove_with_gate(module, like, shape, shared)
-        return _prove_one(module, like, shape, shared)
+        return _prove_of_rows_or_images(module, like, shape, shared)
     except Refusal as refusal:
         cols = 16 if not shape else shape if isinstance(shape, int) else shape[-1]
         raise explain(refusal, module, like, cols, shared) from None
 
 
-def _prove_one(module: nn.Module, like: Tensor, shape: Any, shared: dict[int, Any]) -> _Proof:
+def _prove_of_rows_or_images(
+    module: nn.Module, like: Tensor, shape: Any, shared: dict[int, Any]
+) -> _Proof:
+    """The proof of a norm over the last dimensions, or else of one over the channels of images."""
+    try:
+        return _prove_one(module, like, shape, shared)
+    except Refusal as refusal:
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        if len(sizes) != 1 or not (refusal.is_of_run or refusal.is_of_values):
+            raise
+        ranks = image_ranks(module, like, sizes[0], shared)
+        try:
+            if ranks:
+                return _prove_of_images(module, like, sizes, shared, ranks)
+        except Refusal as of_images:
+            if refusal.is_of_run:  # images are all that it takes
+                raise of_images from None
+        raise
+
+
+def _prove_of_images(
+    module: nn.Module, like: Tensor, channels: Any, shared: dict[int, Any], ranks: tuple[int, ...]
+) -> _Proof:
+    """The proof for as many of these numbers of dimensions as have one, with one formula."""
+    formula: Formula | None = None
+    refusal: Refusal | None = None  # of the most common number
+    matches: dict[int, Match] = {}
+    for rank in ranks:
+        try:
+            if formula is None:
+                after, matches[rank] = _prove_one(module, like, channels, shared, (rank,))
+                recipe: Any = vars(after)["_fused_recipe"]
+                formula = Formula(*recipe[1:])
+            else:
+                each = formula._replace(images=(rank,))
+                fused = _subclassed(type(module), each)
+                matches[rank] = prove(module, fused, each, like, channels, shared)
+        except Refusal as reason:
+            refusal = refusal or reason
+    if formula is None:
+        assert refusal is not None
+        raise refusal
+    after = _subclassed(type(module), formula._replace(images=tuple(sorted(matches))))
+    found = matches.values()
+    worst = max(match.ulps for match in found), max(match.differing for match in found)
+    return after, Match(worst[0], formula.rounding, worst[1])
+
+
+def _prove_one(
+    module: nn.Module,
+    like: Tensor,
+    shape: Any,
+    shared: dict[int, Any],
+    images: tuple[int, ...] = (),
+) -> _Proof:
     """The proof of the formula with the module's own roundings, or else of the closest one."""
     proofs: dict[Formula, _Proof] = {}
     refusal: Refusal | None = None  # of the likeliest formula
-    for formula in _candidates(module, like):
+    for formula in _image_candidates(module, images) if images else _candidates(module, like):
         if any((f.norm, f.eps) != (formula.norm, formula.eps) for f in proofs):
             continue  # it is another formula, whatever its roundings
         try:
@@ -409,11 +468,27 @@ def _candidates(module: nn.Module, like: Tensor) -> list[Formula]:
     roundings: list[Rounding] = ["once"]
     if len(factors) > 1 and like.dtype.itemsize == 2:
         roundings.append("before_weight")
-    eps_name = _eps_name(module)
     return [
         Formula(norm, factor, eps, rounding)
-        for eps in (EPS_NUMBERS if eps_name is None else (eps_name,))
+        for eps in _eps_of(module)
         for factor in factors
         for norm in norms
         for rounding in roundings
     ]
+
+
+def _image_candidates(module: nn.Module, images: tuple[int, ...]) -> list[Formula]:
+    norms: list[Norm] = ["layer_norm", "rms_norm"]
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        norms = ["layer_norm" if isinstance(module, nn.LayerNorm) else "rms_norm"]
+    elif getattr(module, "bias", None) is None:
+        norms.reverse()
+    return [
+        Formula(norm, "weight", eps, images=images) for eps in _eps_of(module) for norm in norms
+    ]
+
+
+def _eps_of(module: nn.Module) -> tuple[str | float, ...]:
+    """The attribute that holds eps, or the numbers that the code may have."""
+    name = _eps_name(module)
+    return EPS_NUMBERS if name is None else (name,)

@@ -28,7 +28,9 @@ CONVERTED = "_class_before_convert"
 _KNOWN_DEVICES = frozenset({"cpu", "cuda", "meta"})
 
 
-def takes_original(module: Any, *tensors: Tensor | None, has_failed: bool = False) -> bool:
+def takes_original(
+    module: Any, *tensors: Tensor | None, has_failed: bool = False, is_image: bool = False
+) -> bool:
     """Whether a converted module calls its original forward, so that it runs wherever that runs.
 
     Args:
@@ -37,6 +39,7 @@ def takes_original(module: Any, *tensors: Tensor | None, has_failed: bool = Fals
         has_failed: the fused op has raised. A tensor subclass may not support it, the original may
             broadcast, or the input may come from inference mode. A missing build or a failed launch
             is no reason.
+        is_image: the parameters belong to dimension 1 of the input, not to its last ones.
     """
     if not hasattr(module, CONVERTED):
         return False
@@ -50,9 +53,14 @@ def takes_original(module: Any, *tensors: Tensor | None, has_failed: bool = Fals
         or t.device.type not in _KNOWN_DEVICES
         or (has_failed and type(t) not in (Tensor, nn.Parameter))
         or (has_failed and t.is_inference() and torch.is_grad_enabled())
-        or (may_broadcast and given[0].shape[-t.dim() :] != t.shape)
+        or (may_broadcast and t is not given[0] and _normalized(given[0], t, is_image) != t.shape)
         for t in given
     )
+
+
+def _normalized(input: Tensor, parameter: Tensor, is_image: bool) -> torch.Size:
+    """The sizes of the dimensions that the parameter belongs to."""
+    return input.shape[1:2] if is_image else input.shape[-parameter.dim() :]
 
 
 def _do_nothing(module: nn.Module, args: Any) -> None:

@@ -66,6 +66,72 @@ class ImageNorm(RowsNorm):
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
+class DataFormatNorm(RowsNorm):
+    """As the norms of ConvNeXt and SAM in transformers."""
+
+    def __init__(self, cols=COLS, data_format="channels_first"):
+        super().__init__(cols, 1e-6)
+        self.data_format = data_format
+
+    def forward(self, x):
+        if self.data_format == "channels_first":
+            return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return super().forward(x)
+
+
+class WideImageNorm(ImageNorm):
+    """As timm's LayerNorm2dFp32."""
+
+    def forward(self, x):
+        weight, bias = (None if p is None else p.float() for p in (self.weight, self.bias))
+        pixels = x.permute(0, 2, 3, 1).float()
+        y = F.layer_norm(pixels, self.normalized_shape, weight, bias, self.eps)
+        return y.to(x.dtype).permute(0, 3, 1, 2)
+
+
+class PlaneNorm(nn.Module):
+    """As SAM's own, and as VitDet's: in the dtype of the image."""
+
+    def __init__(self, cols=COLS):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(cols)), nn.Parameter(torch.zeros(cols))
+        self.eps = 1e-6
+
+    def forward(self, x):
+        mean = x.mean(1, keepdim=True)
+        variance = (x - mean).pow(2).mean(1, keepdim=True)
+        y = (x - mean) / torch.sqrt(variance + self.eps)
+        return self.weight[:, None, None] * y + self.bias[:, None, None]
+
+
+class WaveNorm(RowsNorm):
+    """As SqueezeBERT's: [N, C, L]."""
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 1)).permute(0, 2, 1)
+
+
+class ImageRmsNorm(nn.Module):
+    """As timm's RmsNorm2dFp32, but with a bias."""
+
+    def __init__(self, cols=COLS):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(cols)), nn.Parameter(torch.zeros(cols))
+        self.eps = 1e-5
+
+    def forward(self, x):
+        y = x.float() * torch.rsqrt(x.float().pow(2).mean(1, keepdim=True) + self.eps)
+        y = y * self.weight.float().view(1, -1, 1, 1) + self.bias.float().view(1, -1, 1, 1)
+        return y.to(x.dtype)
+
+
+class LlamaImageNorm(LlamaNorm):
+    """Of Llama's roundings."""
+
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
 class ImageOrRowsNorm(RowsNorm):
     """Tells images by four dimensions, and takes rows otherwise."""
 
@@ -85,6 +151,13 @@ class ShapedRmsNorm(nn.Module):
 
     def forward(self, x):
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class VideoNorm(ShapedRmsNorm):
+    """Of any number of spatial dimensions."""
+
+    def forward(self, x):
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
 
 
 class GatedNorm(LlamaNorm):

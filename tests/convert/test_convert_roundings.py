@@ -92,7 +92,8 @@ def test_contract(cls, factor, rounding, dtype, device):
     assert share <= SAME_SHARE
     convert(module)
     if cls is not nn.RMSNorm:
-        assert type(module)._fused_recipe[1:] == ("rms_norm", factor, "variance_epsilon", rounding)
+        formula = Formula("rms_norm", factor, "variance_epsilon", rounding)
+        assert type(module)._fused_recipe[1:] == formula
 
 
 def test_layer_norm_with_the_same_contract(device):

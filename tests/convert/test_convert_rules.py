@@ -34,8 +34,6 @@ from tests.norms import (
     HidesNan,
     HidesZeros,
     IgnoresWeight,
-    ImageNorm,
-    ImageOrRowsNorm,
     LlamaNorm,
     Logs,
     LogsInTraining,
@@ -148,7 +146,8 @@ def test_fused_class_computes_by_the_kernel(cls, dtype, device, monkeypatch):
         pytest.skip("computes in float32")
     is_rounded = cls is ZeroCentredLayerNorm and dtype in (F16, BF16)
     convert(module)
-    _, norm, factor, _, rounding = type(module)._fused_recipe
+    _, norm, factor, _, rounding, images = type(module)._fused_recipe
+    assert not images
     zero_centered = cls in (ZeroCentredNorm, ZeroCentredLayerNorm)
     one_more = "rounded 1 + weight" if is_rounded else "1 + weight"
     assert factor == (one_more if zero_centered else "weight")
@@ -264,8 +263,6 @@ REFUSED = {
     "no gradient": (NoGradient, "gives no gradient"),
     "group": (lambda: nn.GroupNorm(2, COLS), "is a group norm: it normalises groups of channels"),
     "batch": (lambda: nn.BatchNorm1d(COLS), "is a batch or instance norm: it normalises over the"),
-    "images": (lambda: ImageNorm(COLS), "takes images, channels first: dimension 1, not the last"),
-    "images or rows": (lambda: ImageOrRowsNorm(3), OTHER.format("layer_norm")),
     "dtype of result": (WiderOutput, r"forward of torch.float32\[3, 24\] returns torch.float64\["),
     "parametrized": (
         lambda: parametrizations.weight_norm(nn.LayerNorm((2, COLS))),

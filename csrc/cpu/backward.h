@@ -84,7 +84,7 @@ class Backward {
 
   void run_some(const Tile& tile) {
     if constexpr (!std::is_same_v<Backward, General>) {
-      if (is_tiny(tile) || (kCols > 0 && !fits_narrow())) {
+      if (is_tiny(tile) || (kCols > 0 && (!wants_dx_ || args_.x_is_output))) {
         run_general(tile);
         return;
       }
@@ -100,9 +100,6 @@ class Backward {
     } else {
       run_tile(tile);
     }
-  }
-  bool fits_narrow() const {
-    return wants_dx_ && !args_.x_is_output && !rounds_first(args_.rounding, args_.grad_input.dtype);
   }
   __attribute__((noinline)) void run_general(const Tile& tile) {
     General general(args_);
@@ -268,13 +265,10 @@ class Backward {
     const A* const dsum = read_dsum(tile).first;
     const A* const weight = weight_.from(0, cols_);
     A* const dx = dx_of(tile);
-    if (wants_grads_) {
-      backward_narrow<kCols, Norm, true>(x, dy, weight, mean, rstd, tile.rows, inverse_divisor(),
-                                         dx, grads_);
-    } else {
-      backward_narrow<kCols, Norm, false>(x, dy, weight, mean, rstd, tile.rows, inverse_divisor(),
-                                          dx, grads_);
-    }
+    with_met([&]<typename Met>(Met) {
+      backward_narrow<kCols, Norm, Met>(x, dy, weight, mean, rstd, tile.rows, inverse_divisor(), dx,
+                                        grads_);
+    });
     if (dsum != nullptr) {
       add_to_rows(dsum, tile.rows * cols_, dx);
     }

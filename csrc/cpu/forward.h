@@ -59,7 +59,7 @@ FUSED_OP_CPU_INLINE void affine(const X* x, const A* weight, const A* bias,
 }
 
 // The same for rows of kCols columns.
-template <int kCols, typename Norm, typename A>
+template <int kCols, typename Norm, typename Met, typename A>
 FUSED_OP_CPU_INLINE void affine_rows(const A* __restrict x, const A* __restrict weight,
                                      const A* __restrict bias, const A* __restrict mean,
                                      const A* __restrict shift, const A* __restrict rstd,
@@ -71,7 +71,7 @@ FUSED_OP_CPU_INLINE void affine_rows(const A* __restrict x, const A* __restrict 
   for (std::int64_t r = 0; r < rows; ++r) {
     const Normalizer<A> normalizer{A(1), mean[r], shift[r], rstd[r]};
     for (int c = 0; c < kCols; ++c) {
-      const A xhat = Norm::normalized(x[r * kCols + c], normalizer);
+      const A xhat = Met()(Norm::normalized(x[r * kCols + c], normalizer));
       y[r * kCols + c] =
           Norm::kHasBias ? multiply_add(xhat, weights[c], biases[c]) : xhat * weights[c];
     }
@@ -95,12 +95,6 @@ class Forward {
         bias_(call.bias, call.param_dtype, Norm::kHasBias ? cols_ : 0, A(0)) {}
 
   void run(std::int64_t first_row, std::int64_t last_row) {
-    if constexpr (kCols > 0) {
-      if (rounds_first(args_.rounding, args_.input.dtype)) {
-        Forward<1, 0, Norm, A, A>(args_).run(first_row, last_row);
-        return;
-      }
-    }
     const std::int64_t tile_rows = rows_of_tile(cols_);
     for (std::int64_t row = first_row; row < last_row; row += tile_rows) {
       if constexpr (kMayBeLong) {
@@ -333,7 +327,10 @@ class Forward {
   void write_narrow(const Tile& tile, const A* x, int careful) {
     const A* const weight = weight_.from(0, cols_);
     const A* const bias = bias_.from(0, cols_);
-    affine_rows<kCols, Norm>(x, weight, bias, mean_, shift_, rstd_, tile.rows, output_of(tile));
+    with_met([&]<typename Met>(Met) {
+      affine_rows<kCols, Norm, Met>(x, weight, bias, mean_, shift_, rstd_, tile.rows,
+                                    output_of(tile));
+    });
     finish(tile);
     for (std::int64_t r = 0; careful > 0 && r < tile.rows; ++r) {
       if (needs_care(second_[r])) {

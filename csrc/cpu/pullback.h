@@ -150,11 +150,12 @@ FUSED_OP_CPU_INLINE void write_dx(const RowIn<X, A>& row, const A* weight, const
 }
 
 // Rows of kCols columns, each row in a lane of its own.
-template <int kCols, typename Norm, bool kGrads, typename A>
+template <int kCols, typename Norm, typename Met, typename A>
 void backward_narrow(const A* __restrict x, const A* __restrict dy, const A* __restrict weight,
                      const A* __restrict mean, const A* __restrict rstd, std::int64_t rows,
                      A inverse_divisor, A* __restrict dx, const ParameterGrads<A> grads) {
   constexpr int kLanes = 16;
+  constexpr bool kGrads = !std::is_same_v<Met, Unwanted>;
   A weight_sums[kCols][kLanes] = {};
   A bias_sums[kCols][kLanes] = {};
   for (std::int64_t row = 0; row < rows; row += kLanes) {
@@ -167,7 +168,7 @@ void backward_narrow(const A* __restrict x, const A* __restrict dy, const A* __r
       for (int c = 0; c < kCols; ++c) {
         const A xhat = Norm::normalized(x[at + c], normalizer);
         sums.add(weight[c] * dy[at + c], xhat);
-        weight_sums[c][j] += kGrads ? dy[at + c] * xhat : A(0);
+        weight_sums[c][j] += kGrads ? dy[at + c] * Met()(xhat) : A(0);
         bias_sums[c][j] += kGrads && Norm::kHasBias ? dy[at + c] : A(0);
       }
       const Pullback<Norm, A> pullback(sums, normalizer, inverse_divisor);

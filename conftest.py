@@ -5,13 +5,23 @@ takes so many cases that each value of each parameter (each op, pair of dtypes, 
 in one of them. What it leaves to --all are the other combinations, and what is marked `slow`.
 
 In the root, as pytest reads the options of a conftest.py only where its run begins.
+
+Each process of pytest-xdist gets its share of the cores. With as many threads as cores in every
+process, the threads wait for one another at each barrier. A test that is about threads sets their
+number by itself (`threads` in tests/conftest.py).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterable, Sequence
 
 import pytest
+
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    # Read when torch is imported, here and in the scripts that tests start.
+    share = max(1, len(os.sched_getaffinity(0)) // workers)
+    os.environ.setdefault("OMP_NUM_THREADS", str(share))
 
 QUICK = "This was the quick selection. Everything: python -m pytest --all"
 

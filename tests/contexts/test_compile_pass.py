@@ -27,6 +27,17 @@ def is_clean():
     assert torch._inductor.config.post_grad_custom_pre_pass is None
 
 
+def inductor(generates_code: bool):
+    """Inductor with C++ of its own for a graph, or with PyTorch's kernels alone.
+
+    The pass only changes graphs, and g++ needs ten seconds for the code of a small model. An older
+    torch has no such switch and always generates code.
+    """
+    config = torch._inductor.config
+    is_known = hasattr(config, "fallback_by_default")
+    return config.patch({"fallback_by_default": not generates_code} if is_known else {})
+
+
 class Block(nn.Module):
     """A decoder layer of Llama, with a linear layer in the place of attention."""
 
@@ -42,9 +53,9 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.up(self.norms[1](x))))
 
 
-def model_of(norm: type[nn.Module] = fused_op.FusedRMSNorm) -> nn.Module:
+def model_of(norm: type[nn.Module] = fused_op.FusedRMSNorm, blocks: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(Block(16, norm), Block(16, norm), norm(16))
+    return nn.Sequential(*(Block(16, norm) for _ in range(blocks)), norm(16))
 
 
 def compiled(function, *inputs: Tensor, parameters=(), **options) -> list[Tensor]:
@@ -71,11 +82,13 @@ def both(function, *inputs: Tensor, parameters=(), **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_llama_like_model(norm, dtype, device: str) -> None:
     """Catches an addition that stays, or one that is fused into other numbers."""
-    model = model_of(norm).to(device, dtype)
+    model = model_of(norm, blocks=1).to(device, dtype)
     x = torch.randn(3, 7, 16, device=device, dtype=dtype, requires_grad=True)
-    without, found, report = both(model, x, parameters=model.parameters())
-    assert report == (4, 4, {})
-    assert str(report) == "additions fused into norms: 4 forward, 4 backward"
+    # Generated code keeps bfloat16 sums in float32: there, one norm runs it.
+    with inductor(norm is fused_op.FusedRMSNorm and dtype is torch.bfloat16):
+        without, found, report = both(model, x, parameters=model.parameters())
+    assert report == (2, 2, {})
+    assert str(report) == "additions fused into norms: 2 forward, 2 backward"
     assert torch.equal(without[0], found[0])  # the sum is rounded in both
     if dtype is torch.bfloat16:  # of the gradients, once instead of twice
         torch.testing.assert_close(found, without, rtol=5e-2, atol=5e-2)
@@ -90,7 +103,7 @@ def test_autocast(device: str) -> None:
     """Catches a float32 residual stream that loses bits beside branches of 16 bits."""
     model = model_of().to(device)
     x = torch.randn(3, 7, 16, device=device, requires_grad=True)
-    with torch.autocast(device, torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16), inductor(generates_code=False):
         without, found, report = both(model, x, parameters=model.parameters())
     assert report == (4, 4, {})
     assert torch.equal(without[0], found[0]) and found[0].dtype is torch.float32
@@ -102,7 +115,7 @@ def test_inference_and_dynamic_shapes(device: str) -> None:
     """Catches a pass that needs a gradient, or the number of rows."""
     model = model_of().to(device)
     for options in ({}, {"dynamic": True}):
-        with torch.no_grad():
+        with torch.no_grad(), inductor(generates_code="dynamic" in options):
             without, found, report = both(model, torch.randn(5, 16, device=device), **options)
         assert report == (4, 0, {}) and torch.equal(without[0], found[0])
 
@@ -159,12 +172,13 @@ def test_llama_of_transformers() -> None:
             fused_op.convert(model)
         step = torch.compile(model)
         ids = torch.arange(64).view(4, 16) % 32
-        for _ in range(3):
-            loss = step(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+        with inductor(generates_code=False):
+            for _ in range(3):
+                loss = step(input_ids=ids, labels=ids, use_cache=False).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
         if handle:
             handle.undo()
             report = handle.report()
@@ -212,7 +226,8 @@ def test_what_stays(name: str) -> None:
     """Catches a rewrite that would change values, and one that is no gain; each says why."""
     function, reason = UNTOUCHED[name]
     x, y = torch.randn(2, 16, 16)
-    without, found, report = both(function, x, y)
+    with inductor(generates_code=False):
+        without, found, report = both(function, x, y)
     assert report == (0, 0, {reason: 1})
     assert torch.equal(without[0], found[0])
 
@@ -275,7 +290,8 @@ def test_gradient_that_needs_the_norms_own_stays() -> None:
         return fused_rms_norm(x, y[0]).cos() @ y + x * 2
 
     x, y = (torch.randn(16, 16, requires_grad=True) for _ in range(2))
-    without, found, report = both(function, x, y)
+    with inductor(generates_code=False):
+        without, found, report = both(function, x, y)
     torch.testing.assert_close(found, without, rtol=1e-5, atol=1e-6)
     assert report.forward == 0
 
@@ -317,7 +333,7 @@ def test_random_programs(seed: int) -> None:
     leaves = [x, y, weight]
     loss = sum(o.cos().sum() for o in outputs)
     expected = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    with fused_op.compile_pass() as handle:
+    with inductor(generates_code=seed < 2), fused_op.compile_pass() as handle:
         found = torch.compile(program, fullgraph=True)(x, y, weight)
         loss = sum(o.cos().sum() for o in found)
         grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)

@@ -187,20 +187,27 @@ KEPT = {
 KINDS = {"BatchNorm": BATCH, "GroupNorm": GROUPS}
 
 
+# A class with its decorators, up to the next line that is not indented.
+NORM_CLASS = re.compile(
+    r"(?:^@.*\n(?:#.*\n)*)*^class (\w*Norm(?:2d|1P)?)\(.*\n(?:(?:[ \t].*)?\n)*", re.M
+)
+
+
 def norm_classes():
-    """The norm classes of all models, each source once: most are copies of Llama's."""
+    """The norm classes of all models, each source once: most are copies of Llama's.
+
+    Only the modules of those are imported, which takes most of the time.
+    """
     found = {}
     root = Path(importlib.util.find_spec("transformers").origin).parent / "models"
     for path in sorted(root.glob("*/modeling_*.py")):
-        names = re.findall(r"^class (\w*Norm(?:2d|1P)?)\(", path.read_text(), re.M)
-        if names:
-            name = "transformers.models." + ".".join(path.relative_to(root).with_suffix("").parts)
-            module = importlib.import_module(name)
-            for cls in (getattr(module, n) for n in names):
-                if inspect.isclass(cls) and issubclass(cls, torch.nn.Module):
-                    source = inspect.getsource(cls).replace(cls.__name__, "Norm")
-                    found.setdefault(source, cls)
-    return sorted(found.values(), key=lambda cls: cls.__name__)
+        name = "transformers.models." + ".".join(path.relative_to(root).with_suffix("").parts)
+        for match in NORM_CLASS.finditer(path.read_text()):
+            source = match[0].replace(match[1], "Norm").rstrip()
+            found.setdefault(source, (name, match[1]))
+    classes = [getattr(importlib.import_module(module), name) for module, name in found.values()]
+    modules = [c for c in classes if inspect.isclass(c) and issubclass(c, torch.nn.Module)]
+    return sorted(modules, key=lambda cls: cls.__name__)
 
 
 def make_norm(cls):

@@ -154,6 +154,20 @@ def test_a_row_has_the_same_bits_in_every_batch(call, cols, pair, device):
             assert torch.equal(found[name], everything[name][part]), name
 
 
+@pytest.mark.parametrize("shape", [(600, 130), (3, 40_000)], ids=str)
+def test_threads_change_no_bit(call, shape, threads):
+    """Catches partial sums per thread, and rows or columns that no thread takes."""
+    variant, options = call
+    inputs = variant.arguments(shape, Pair(F32, F32))
+    grad = torch.randn(shape)
+    threads(1)
+    expected = run(variant.fused, inputs, grad, options)
+    for count in (2, 3):
+        threads(count)
+        for name, t in run(variant.fused, inputs, grad, options).items():
+            assert torch.equal(t, expected[name]), f"{name} of {count} threads"
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e-19, 1e18, 1e30])
 def test_extreme_numbers(call, scale, device):
     variant, options = call

@@ -39,8 +39,8 @@ struct BackwardTile {
   static_assert(kStages == 2 || kStages == 3);
 };
 
-// The steps from one row of a team to its next, computed by the launch: kernel parameters take no
-// registers.
+// The steps from one row of a team to its next. The launch computes them, because kernel parameters
+// take no registers.
 struct BackwardSteps {
   std::int64_t rows;
   std::int64_t ahead;     // rows from the one in use to the one to copy: stages - 1 steps
@@ -50,9 +50,9 @@ struct BackwardSteps {
 };
 
 // The shared memory, in bytes, that a group of lanes (those of a row that share a warp) needs for
-// one row of a stream whose elements have `size` bytes. By words, rows keep their shift against
-// blocks of 16 bytes. All but the longest, which have no room for that, begin at multiples of 128
-// bytes.
+// one row of a stream whose elements have `size` bytes. Rows that move by words keep their offset
+// within a block of 16 bytes. All but the longest, which have no room for it, begin at multiples of
+// 128 bytes.
 FUSED_OP_HD constexpr int staged_bytes(bool by_words, int pack, int lanes, int vectors, int size) {
   const int bytes = lanes * vectors * pack * size;
   const int blocks = by_words && bytes < 2048 ? (lanes < 8 ? lanes : 8) : 1;

@@ -15,7 +15,8 @@
 
 namespace fused_op::cuda {
 
-// What an SM is sure to hold. ptxas refuses __launch_bounds__ of more threads than there are.
+// How many threads any SM of the architecture holds. ptxas refuses __launch_bounds__ that exceed
+// it.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kMostSmThreads = 1024;
 #else
@@ -103,15 +104,15 @@ __device__ __forceinline__ Moments<A> moments_of_lanes(const Lane& lane,
 
 // The position of a thread.
 struct ForwardPlace {
-  std::int64_t row;  // of lanes past the last row: another one
+  std::int64_t row;  // in lanes past the last row: the last one
   bool live;         // false in those lanes
   int lane;
   int warp;   // of the row
   int warps;  // of the row
 };
 
-// Rows that share a warp are as many rows apart as there are warps, an even number. If rows are
-// dense, all of them begin in the middle of a word, or none does.
+// Rows that share a warp are as many rows apart as the CTA has warps, which is an even number. If
+// rows are dense, either all of them begin in the middle of a word or none does.
 template <typename Tile>
 __device__ __forceinline__ ForwardPlace place_of(const NormForwardArgs& args, int width) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -167,7 +168,7 @@ struct Rescue {
     const typename Op::Source source(args, place.row);
     source.template read<Words>(lane, pack);
   }
-  // With a refined mean, of elements times `scale`.
+  // The moments of the elements times `scale`, with a refined mean.
   __device__ Moments<A> moments(A scale) const {
     WarpMoments<A> mine{};
 #pragma unroll 1
@@ -375,7 +376,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     exchange.barrier();
     moments = merge_parts<Norm::kCentered, kMaxRowWarps>(parts, place.warps, inverse_cols);
   }
-  // The same decision in every thread of a row; rows that share a warp go together.
+  // Every thread of a row decides the same. Rows that share a warp go together.
   if (!__all_sync(kAllLanes, trusted(moments, static_cast<A>(width)))) {
     finish_untrusted<Op, Tile>(args, width, moments, parts);
     return;

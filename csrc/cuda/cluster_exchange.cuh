@@ -119,7 +119,7 @@ struct ClusterExchange {
       }
     }
   }
-  // Waits for all values of the row.
+  // Waits for all values of the row and returns them.
   __device__ __forceinline__ Value* await(unsigned row) const {
     const unsigned slot = row % kSlots;
     asm volatile(
@@ -149,8 +149,8 @@ struct ClusterExchange {
   }
 };
 
-// Shares the parts of one row again, any number of times, with barriers of the whole cluster. This
-// is slower.
+// Exchanges the parts of one row again, as often as necessary, with barriers of the whole cluster.
+// This is slower.
 template <typename A>
 struct ClusterParts {
   WarpMoments<A>* parts;  // in shared memory, at the same place in every CTA

@@ -77,7 +77,7 @@ struct ChannelsFirstForward {
     }
   }
 
-  // Whether all moments of this lane are trusted(). Those of lanes past the last pixel are: their
+  // Whether all moments of this lane are trusted(). This holds in lanes past the last pixel, whose
   // elements are zeros.
   __device__ __forceinline__ bool trusts(const Moments<A> (&moments)[N]) const {
     bool all = true;

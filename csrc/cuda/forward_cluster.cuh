@@ -1,6 +1,6 @@
 // Forward of long rows on GPUs with clusters (sm_90). The CTAs of a cluster share a row, which
-// stays in their registers, and send each other the moments of its parts. An SM has several such
-// clusters, so some load while others store. Compiled by nvcc and by NVRTC; torch-free.
+// stays in their registers, and send each other the moments of its parts. An SM runs CTAs of
+// several clusters, so some load while others store. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include "cuda/cluster_exchange.cuh"

@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kFlatThreads)
       target.store(row, i, rounded<Y>(values));
     }
   };
-  // Nothing tests whether a row exists, so that the rows of a thread overlap. Rows past the last
+  // No branch tests whether a row exists, so that the rows of a thread overlap. Rows past the last
   // one hold arbitrary values, and are stored only in shared memory.
   unsigned untrusted = 0;  // one bit for each row
 #pragma unroll

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kPartialsLanes* kPartialsRows, 4)
     add_partials_kernel(const A* partials, int parts, int grads, std::int64_t stride,
                         std::int64_t cols, const __grid_constant__ PartialsTargets targets) {
   constexpr int N = kVector<A>;
-  constexpr int kAtOnce = 9;  // loads of a thread in flight: all that it has, up to 144 parts
+  constexpr int kAtOnce = 9;  // loads of a thread in flight: all that it has, for 132 parts
   void* const target = targets.data[blockIdx.y];
   if (target == nullptr) {
     return;

@@ -25,12 +25,12 @@ struct BackwardTile {
   // reads x and dy from shared memory again.
   static constexpr bool kKeep = kKeep_;
   static constexpr bool kParametersStay = kParametersStay_;  // in registers; else in shared memory
-  static constexpr int kWidth = kWidth_;                     // of the rows; 0: known at run time
+  static constexpr int kWidth = kWidth_;                     // columns; 0: known at run time
   static constexpr bool kFull = kFull_;  // no lane has a pack past the end of a row
 
   static constexpr int kStep = kLanes * kPack;
   static constexpr int kWarpCols = kStep * kVectors;
-  static constexpr int kWarps = (kWidth + kWarpCols - 1) / kWarpCols;  // of a row
+  static constexpr int kWarps = (kWidth + kWarpCols - 1) / kWarpCols;  // warps of a row
   // Packs that even the last lane of the last warp has inside the row.
   static constexpr int kSure = kFull         ? kVectors
                                : kWidth == 0 ? 0
@@ -44,7 +44,7 @@ struct BackwardTile {
 struct BackwardSteps {
   std::int64_t rows;
   std::int64_t ahead;     // rows from the one in use to the one to copy: stages - 1 steps
-  std::int64_t bytes[3];  // in x, dy and the gradient of the sum
+  std::int64_t bytes[3];  // the same in bytes of x, dy and the third stream
   // Rows before this one end at least a block of 16 bytes before their tensors do.
   std::int64_t whole_rows;
 };

@@ -37,12 +37,12 @@ struct ChannelsFirstOp {
 template <typename Op>
 struct PixelPlace {
   int lane;
-  int warp;             // of the group
-  int group;            // of the CTA
+  int warp;             // number of the warp in its group
+  int group;            // number of the group in its CTA
   bool live;            // false past the last pixel: such lanes compute on zeros and store nothing
-  std::int64_t row;     // of the first pixel of the lane
-  std::int64_t first;   // element of its first channel
-  std::int64_t stride;  // from channel to channel
+  std::int64_t row;     // number of the lane's first pixel
+  std::int64_t first;   // element of that pixel in channel 0
+  std::int64_t stride;  // elements from one channel to the next
   std::int64_t channels;
 
   __device__ __forceinline__ PixelPlace(std::int64_t number, std::int64_t tiles,

@@ -12,8 +12,8 @@ namespace fused_op::cuda {
 // on the number of channels alone, and so does the order of every sum over channels.
 struct ChannelsFirstPlan {
   int pack;      // pixels of a lane
-  int warps;     // of a group
-  int groups;    // of a CTA
+  int warps;     // warps of a group
+  int groups;    // groups of a CTA
   int channels;  // a constant of the kernel, which then keeps what it reads; 0: it reads again
   std::int64_t tiles;
   std::int64_t ctas;

@@ -67,7 +67,7 @@ struct ClusterExchange {
   std::uint64_t* arrivals;  // [kSlots] mbarriers, likewise
   int per_row;
   int ctas;
-  unsigned rows;  // of this cluster
+  unsigned rows;  // how many this cluster processes
 
   // All threads of the cluster call both. Work between begin() and ready() must not need other
   // CTAs, because they may not run yet.

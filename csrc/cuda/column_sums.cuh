@@ -15,9 +15,9 @@ namespace fused_op::cuda {
 // Where a thread stands. A team is the threads of one row; a CTA has blockDim.y teams.
 struct BackwardPlace {
   int team;
-  int lane;   // of kLanes
-  int warp;   // of the row
-  int warps;  // of the row
+  int lane;   // number of the lane, below kLanes
+  int warp;   // number of the warp in its row
+  int warps;  // warps of the row
 };
 
 template <typename Tile>

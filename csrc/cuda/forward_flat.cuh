@@ -19,7 +19,7 @@ struct FlatTile {
   template <typename T>
   static constexpr int kCopies = (kRows * kCols + kVector<T> - 1) / kVector<T>;
   using RowLane = Lane<1, kPack, kCols / kPack, false>;
-  using Access = std::conditional_t<kCols % kPack == 0, Vectors, Words>;  // to parameters
+  using Access = std::conditional_t<kCols % kPack == 0, Vectors, Words>;  // for parameters
 };
 
 // The rows of a CTA in shared memory.

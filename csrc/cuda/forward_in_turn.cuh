@@ -17,9 +17,9 @@ template <typename Tile>
 struct StagedParts {
   static constexpr int kPartBytes = Tile::kPartCols / Tile::kPack * kVectorBytes;
 
-  std::uint32_t held;         // of stage 0, in shared memory
-  std::uint32_t arrivals;     // [kInTurnStages] mbarriers
-  std::uint32_t stage_bytes;  // from one stage to the next
+  std::uint32_t held;         // address of stage 0 in shared memory
+  std::uint32_t arrivals;     // address of kInTurnStages mbarriers
+  std::uint32_t stage_bytes;  // bytes from one stage to the next
 
   __device__ __forceinline__ void begin() const {
     if (threadIdx.x % kWarpSize == 0) {
@@ -61,7 +61,7 @@ struct StagedParts {
 // This lane's packs of a stage. Each is read from shared memory when it is needed.
 template <typename Row, int N>
 struct HeldPacks {
-  std::uint32_t first;  // in shared memory
+  std::uint32_t first;  // address in shared memory
 
   __device__ __forceinline__ Pack<Row, N> operator[](int i) const {
     Pack<Row, N> pack;

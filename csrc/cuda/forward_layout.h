@@ -4,8 +4,8 @@
 
 namespace fused_op::cuda {
 
-constexpr int kMaxRowWarps = 16;   // of a row in forward_kernel
-constexpr int kFlatThreads = 256;  // of a CTA of forward_flat_kernel
+constexpr int kMaxRowWarps = 16;   // warps of a row in forward_kernel
+constexpr int kFlatThreads = 256;  // threads of a CTA of forward_flat_kernel
 
 // How many moments of a long row's parts are exchanged: enough for 16 CTAs of 16 warps. Parts at
 // this distance from each other share one.

@@ -111,7 +111,7 @@ struct PostAddPreOp : Pre {
   }
 };
 
-// If only the sum is wanted.
+// The op of a call that wants only the sum.
 template <typename Post, typename Pre>
 struct PostAddOp : PostAddPreOp<Post, Pre> {
   static constexpr bool kSumIsAll = true;

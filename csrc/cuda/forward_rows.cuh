@@ -37,7 +37,7 @@ struct ForwardTile {
   static constexpr int kThreads = kThreads_;
   static constexpr int kCtasPerSm =
       kCtasPerSm_ * kThreads <= kMostSmThreads ? kCtasPerSm_ : kMostSmThreads / kThreads;
-  static constexpr int kWidth = kWidth_;  // of the rows; 0: known at run time
+  static constexpr int kWidth = kWidth_;  // columns; 0: known at run time
   static constexpr bool kFull = kFull_;   // then no lane has a pack past the end of a row
 
   static constexpr int kStep = kLanes * kPack;
@@ -107,8 +107,8 @@ struct ForwardPlace {
   std::int64_t row;  // in lanes past the last row: the last one
   bool live;         // false in those lanes
   int lane;
-  int warp;   // of the row
-  int warps;  // of the row
+  int warp;   // number of the warp in its row
+  int warps;  // warps of the row
 };
 
 // Rows that share a warp are as many rows apart as the CTA has warps, which is an even number. If
@@ -218,10 +218,9 @@ struct Rescue {
   }
 };
 
-// The rest of the kernel for a warp with a row whose moments are not trusted(). A function of its
-// own, which ends the kernel, so that the common path pays neither registers nor length for it. It
-// computes its place again: a reference to the kernel's would put that on the stack of every
-// thread.
+// Finishes the kernel for a warp that has a row whose moments are not trusted(). It is a function
+// of its own so that the common path pays neither registers nor length for it. It computes its
+// place again: a reference to the kernel's would put that on the stack of every thread.
 template <typename Op, typename Tile, typename A>
 __device__ __noinline__ void finish_untrusted(const typename Op::Args& args, int width,
                                               Moments<A> moments, WarpMoments<A>* parts) {

@@ -163,7 +163,7 @@ struct PartsOfWarp {
   Exchange exchange;
 };
 
-// A row whose moments have to be taken again, one pack of each lane at a time: slow, and rare.
+// Computes the moments of a row again, one pack of each lane at a time: slow, and rare.
 template <typename Op, typename Tile, typename A, typename Exchange>
 struct LongRescue {
   using Norm = typename Op::Norm;

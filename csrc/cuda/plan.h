@@ -51,7 +51,7 @@ struct ForwardSpec {
   DType row;  // of the values that are normalised: the input or the sum
   DType parameters;
   DType output;
-  const Variant* variant = nullptr;  // null: none; has the other types
+  const Variant* variant = nullptr;  // null: none; a variant has the other types
 };
 ForwardSpec spec_of(const NormForwardArgs& args, const Variant* variant = nullptr);
 

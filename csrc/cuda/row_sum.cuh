@@ -19,7 +19,7 @@ __device__ __forceinline__ float reciprocal(float value) {
 }
 __device__ __forceinline__ double reciprocal(double value) { return 1.0 / value; }
 
-// Sum over groups of kLanes neighbouring lanes; valid in every lane. All 32 lanes must call.
+// Sum over groups of kLanes neighbouring lanes; valid in every lane. All 32 lanes must call it.
 template <int kLanes, typename A>
 __device__ __forceinline__ A lane_sum(A value) {
 #pragma unroll

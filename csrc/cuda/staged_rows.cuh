@@ -18,8 +18,8 @@ namespace fused_op::cuda {
 
 // One stream's row of a group of lanes in shared memory.
 //
-//   kLaneBytes      from a lane's part to the next lane's
-//   kLaneDistance   in global memory, from where a lane copies to where the next one does
+//   kLaneBytes      bytes from a lane's part to the next lane's
+//   kLaneDistance   bytes of global memory from where a lane copies to where the next one does
 //   copy()          starts the copies of a lane
 //   load()          pack i, from the lane's part; `shift` is the row's offset in a 16-byte block
 template <typename Access, typename Tile, typename T>

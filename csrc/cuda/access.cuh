@@ -25,8 +25,8 @@ struct Lane {
   bool live;  // false in lanes past the last row, which load another row and store nothing
 
   __device__ __forceinline__ int col(int i) const { return first + i * kStep; }
-  // How many elements of the row there are from the first one of pack i on; N at most, where that
-  // is known.
+  // The number of elements from the start of pack i to the end of the row: N for the packs that
+  // surely lie inside the row. For the others it may be larger than N, or negative.
   template <int N>
   __device__ __forceinline__ int valid(int i) const {
     return i < kSure ? N : width - col(i);
@@ -73,7 +73,7 @@ __device__ __forceinline__ void clear(Pack<T, N>& pack) {
   }
 }
 
-// A pack of one value.
+// A pack whose elements all have this value.
 template <typename T, int N>
 __device__ __forceinline__ Pack<T, N> pack_of(float value) {
   Accumulator<T> values[N];
@@ -130,7 +130,7 @@ struct Vectors {
       }
     }
   }
-  // Loads the packs of the lane from `first` on.
+  // Stores packs that are the lane's packs from `first` on.
   template <typename Lane, typename T, int N, int kCount>
   __device__ __forceinline__ static void store_some(const Lane& lane, T* row, int first,
                                                     const Pack<T, N> (&packs)[kCount]) {
@@ -139,8 +139,9 @@ struct Vectors {
       store_pack(lane, row, first + k, packs[k]);
     }
   }
-  // Loads a parameter, which begins at a multiple of 16 bytes, from column `col` on; null means
-  // `absent`. `valid` columns are in the row; if that is N, there may be more.
+  // Loads N values of a parameter from column `col` on. The parameter begins at a multiple of 16
+  // bytes; if it is null, all values are `absent`. `valid` is the number of columns left in the
+  // row; if it is N, there may be more.
   template <typename W, int N, typename Col>
   __device__ __forceinline__ static Pack<W, N> parameter(const void* from, Col col, int valid,
                                                          float absent) {
@@ -155,7 +156,7 @@ struct Vectors {
 // begins in the middle of a word moves by halves. The branch is the same for the whole row.
 struct Words {
   static constexpr bool kWhole = false;
-  static constexpr bool kStoresTogether = true;  // in one branch, not in one each
+  static constexpr bool kStoresTogether = true;  // packs are stored in one branch, not in one each
   static constexpr bool kHalves = true;          // rows may begin in the middle of a word
 
   // Whether the packs of a row at `to` are stored together, because lanes exchange halves.
@@ -213,11 +214,11 @@ struct Words {
   }
   template <int kVectors, typename Lane, typename T>
   __device__ __forceinline__ static void prefetch_row(const Lane& lane, const T* row) {
-    if (threadIdx.x % Lane::kLanes == 0) {  // a pack of all lanes is a line of 128 bytes, or less
+    if (threadIdx.x % Lane::kLanes == 0) {  // pack i of all lanes is a line of 128 bytes at most
       Vectors::prefetch_row<kVectors>(lane, row);
     }
   }
-  // Loads the packs of the lane from `first` on.
+  // Stores packs that are the lane's packs from `first` on.
   template <typename Lane, typename T, int N, int kCount>
   __device__ __forceinline__ static void store_some(const Lane& lane, T* row, int first,
                                                     const Pack<T, N> (&packs)[kCount]) {
@@ -243,8 +244,8 @@ struct Words {
     return sizeof(T) == 2 && reinterpret_cast<std::uintptr_t>(at) % 4 != 0;
   }
 
-  // The lanes of a row. They take the same branch; other rows of the warp may begin elsewhere in a
-  // word.
+  // The lanes of this lane's row, as a mask. They take the same branch, whereas other rows of the
+  // warp may begin elsewhere in a word and take another one.
   template <typename Lane>
   __device__ __forceinline__ static unsigned lanes_of_row() {
     if constexpr (Lane::kLanes == 32) {
@@ -298,7 +299,7 @@ struct Words {
     constexpr int kLanes = Lane::kLanes;
     const int id = static_cast<int>(threadIdx.x) % kLanes;
     const unsigned lanes = lanes_of_row<Lane>();
-    std::uint32_t carried = 0;  // in lane 0, the last lane's word before this one
+    std::uint32_t carried = 0;  // in lane 0: the last lane's previous word
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const std::uint32_t word = packs[i].words[0];
@@ -322,7 +323,8 @@ struct Words {
     }
   }
 
-  // Stores the first `valid` elements of a pack, or all; the others stay as they are.
+  // Loads the first `valid` elements of a pack, or all if `valid` is larger. The others stay as
+  // they are.
   template <bool kHalves, bool kKeep, bool kMasks, typename T, int N>
   __device__ __forceinline__ static void load_pack(const T* from, int valid, Pack<T, N>& pack) {
     if constexpr (sizeof(T) > 2) {
@@ -347,8 +349,9 @@ struct Words {
           if constexpr (N == 2) {
             load_half_if(valid == 1, from, &word);
           } else if constexpr (kMasks) {
-            // A row with packs of several words ends at a word. The mask changes nothing then, but
-            // ptxas spills without it. Of absent parameters it would clear every second one.
+            // A row with packs of several words ends at a word, so the mask changes nothing; but
+            // ptxas spills without it. Parameters are not masked: the mask would clear every second
+            // element of an absent one.
             word &= valid > j + 1 ? ~0u : 0xffffu;
           }
         }

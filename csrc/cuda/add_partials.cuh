@@ -1,5 +1,5 @@
-// What backward_kernel's CTAs leave of the parameter gradients, added up in a fixed order. Compiled
-// by nvcc and by NVRTC; torch-free.
+// Adds up, in a fixed order, the partial sums of the parameters' gradients that the CTAs of a
+// backward kernel have left. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include "core/convert.h"
@@ -11,16 +11,16 @@
 namespace fused_op::cuda {
 
 template <typename A>
-constexpr int kPartialsCols = kPartialsLanes * kVector<A>;  // of a CTA
+constexpr int kPartialsCols = kPartialsLanes * kVector<A>;  // columns of a CTA
 
-// Column sums of [parts, grads, stride]. W is the dtype of the parameters. grid: (columns, grads);
-// block: (kPartialsLanes, kPartialsRows).
+// Sums over the first dimension of `partials`, [parts, grads, stride]. W is the dtype of the
+// parameters. grid: (blocks of columns, grads); block: (kPartialsLanes, kPartialsRows).
 template <typename W, typename A>
 __global__ void __launch_bounds__(kPartialsLanes* kPartialsRows, 4)
     add_partials_kernel(const A* partials, int parts, int grads, std::int64_t stride,
                         std::int64_t cols, const __grid_constant__ PartialsTargets targets) {
   constexpr int N = kVector<A>;
-  constexpr int kAtOnce = 9;  // loads in flight: all of them, for 132 parts
+  constexpr int kAtOnce = 9;  // loads of a thread in flight: all that it has, for 132 parts
   void* const target = targets.data[blockIdx.y];
   if (target == nullptr) {
     return;

@@ -1,6 +1,6 @@
-// The backward of norms over channels. Lanes have pixels and warps have channels as in forward; a
-// group takes many tiles one after the other, and leaves one row of partial sums of the parameters'
-// gradients, which add_partials_kernel adds up. Compiled by NVRTC; torch-free.
+// Backward of norms over channels. As in forward, lanes take pixels and warps take channels. A
+// group processes many tiles one after another and writes one row of partial sums of the
+// parameters' gradients, which add_partials_kernel adds up. Compiled by NVRTC; torch-free.
 #pragma once
 
 #include "cuda/backward_tile.h"
@@ -9,9 +9,9 @@
 
 namespace fused_op::cuda {
 
-// Sums over the lanes of a warp of kCount values, a power of two up to 32: the sum of value k comes
-// to lane k · 32/kCount and those behind it. Half of the values leave a lane at each step, so that
-// there is about one shuffle a value.
+// Sums each of kCount values, a power of two up to 32, over the lanes of a warp. Lane k · 32/kCount
+// and those behind it return the sum of value k. Each step halves the number of values that a lane
+// holds, so there is about one shuffle per value.
 template <int kCount, int kOffset = kWarpSize / 2, typename A, int kSize>
 __device__ __forceinline__ A sum_over_lanes(A (&values)[kSize], int lane) {
   if constexpr (kOffset == 0) {
@@ -32,8 +32,8 @@ __device__ __forceinline__ A sum_over_lanes(A (&values)[kSize], int lane) {
   }
 }
 
-// The sums of a warp's channels over the pixels of a group, in its row of partial sums. A lane has
-// the same channels in every tile, so that nobody else reads or writes them.
+// Adds the sums of a warp's channels over pixels to the group's row of partial sums. A lane writes
+// the same channels in every tile, and no other thread reads or writes them.
 template <typename Op>
 struct ChannelSums {
   using A = typename Op::A;
@@ -42,9 +42,10 @@ struct ChannelSums {
 
   const PixelPlace<Op>& place;
   A* partials;  // [2, partials_stride(channels)] of the group
-  bool adds;    // to what an earlier tile has left
+  bool adds;    // to the sums of earlier tiles; false for the first tile
 
-  // Channels i, i + 1, ..: sums for the weight and then for the bias, of this lane's pixels.
+  // `values` are this lane's sums for channels i, i + 1, ..: those for the weight, then those for
+  // the bias.
   __device__ __forceinline__ void put(int i, A (&values)[kCount]) const {
     const A total = sum_over_lanes<kCount>(values, place.lane);
     const int value = place.lane / (kWarpSize / kCount);
@@ -55,7 +56,8 @@ struct ChannelSums {
       *target = adds ? *target + total : total;
     }
   }
-  // What is read beside the last channels: one warp's, once.
+  // Clears the columns behind the last channel, which add_partials_kernel reads too. One warp does
+  // so, once.
   __device__ __forceinline__ void clear_padding() const {
     const std::int64_t stride = partials_stride(place.channels);
     const std::int64_t column = place.channels + place.lane;
@@ -91,7 +93,7 @@ struct ChannelsFirstBackward {
     }
   }
 
-  // Of channel i: x̂ and dn.
+  // x̂ of channel i, and dn, the gradient with respect to the norm's output.
   __device__ __forceinline__ void normalize(int i, A weight, A (&xhat)[N], A (&dn)[N]) const {
     x.get(i, xhat);
     dy.get(i, dn);
@@ -105,7 +107,7 @@ struct ChannelsFirstBackward {
     }
   }
 
-  // The sums of each pixel, and those of each channel where `leaves`.
+  // Adds up the two sums of each pixel, and also those of each channel if `leaves`.
   __device__ __forceinline__ void add_up(const Sums& sums, const ChannelSums<Op>& channel_sums,
                                          bool leaves, A (&totals)[2][N]) const {
     constexpr int kAtOnce = ChannelSums<Op>::kAtOnce;
@@ -131,11 +133,12 @@ struct ChannelsFirstBackward {
     });
     sums.add(place, totals);
   }
-  // All lanes of a warp have the same channels.
+  // Collects the sums of kAtOnce channels and then puts them together. All lanes of a warp have the
+  // same channels, so they come here together.
   __device__ __forceinline__ void leave(const ChannelSums<Op>& channel_sums, int i, A of_weight,
                                         A of_bias, A (&waiting)[ChannelSums<Op>::kCount]) const {
     constexpr int kAtOnce = ChannelSums<Op>::kAtOnce;
-    // By constants, so that they stay in registers.
+    // Constant indices keep `waiting` in registers.
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       waiting[k] = i % kAtOnce == k ? of_weight : waiting[k];
@@ -167,8 +170,8 @@ struct ChannelsFirstBackward {
   }
 };
 
-// grid and block as in forward, or fewer groups than there are tiles; partials: null, or [groups,
-// 2, partials_stride(channels)].
+// grid and block are as in forward, but there may be fewer groups than tiles. partials: null, or
+// [groups, 2, partials_stride(channels)].
 template <typename Op>
 __global__ void __launch_bounds__(Op::kThreads, 512 / Op::kThreads)
     channels_first_backward_kernel(const __grid_constant__ ChannelsFirstBackwardArgs args,
@@ -184,7 +187,7 @@ __global__ void __launch_bounds__(Op::kThreads, 512 / Op::kThreads)
   const ChannelParameters<Op> parameters{static_cast<const W*>(args.weight),
                                          static_cast<const W*>(args.bias)};
   await_kernels_before();
-  // A group without a tile leaves zeros.
+  // A group without a tile writes zeros.
 #pragma unroll 1
   for (std::int64_t number = group; number == group || number < tiles; number += groups) {
     const PixelPlace<Op> place(number, tiles, args.cols, args.pixels);

@@ -1,8 +1,8 @@
-// The backward of many rows too long for a CTA, in one pass (sm_90): a cluster takes a row, each
-// CTA one of its pieces, and x and dy are read once, through shared memory. While the sums of a row
-// are on their way through the cluster, the CTAs take those of the next one. The sums are those of
-// backward_columns.cuh, in the same order. Rows move by vectors, and no gradient arrives through a
-// sum. Compiled by nvcc and by NVRTC; torch-free.
+// Backward of many rows that are too long for a CTA, in one pass (sm_90). A cluster processes a
+// row, each CTA one piece of it, and x and dy are read once, through shared memory. While the sums
+// of one row travel through the cluster, the CTAs compute those of the next row. They are the sums
+// of backward_columns.cuh, added in the same order. Rows are accessed by vectors, and there is no
+// gradient of the residual sum to add. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +15,7 @@ namespace fused_op::cuda {
 
 #if __CUDA_ARCH__ >= 900
 
-// What a thread does with its units of one row after the other.
+// What a thread does with its units of one row after another.
 template <typename Op, typename Tile>
 class ClusterRows {
   using Norm = typename Op::Norm;
@@ -28,12 +28,12 @@ class ClusterRows {
   template <int kStream>
   static constexpr int kPackBytes = N * static_cast<int>(sizeof(Element<kStream>));
   template <int kStream>
-  static constexpr int kStep = kPieceThreads * kPackBytes<kStream>;  // from a unit to the next
+  static constexpr int kStep = kPieceThreads * kPackBytes<kStream>;  // bytes from unit to unit
   static constexpr int kStageBytes = kPieceUnits * (kStep<0> + kStep<1>);
   using Parameters = LaneParameters<ParametersOf<Op, N>, Tile>;
 
  public:
-  // shared: kStages rows in flight, then the parameters.
+  // `shared` holds kStages rows in flight, and then the parameters.
   __device__ __forceinline__ ClusterRows(const NormBackwardArgs& args, std::uint32_t shared,
                                          int rank, int ctas)
       : args_(args),
@@ -56,16 +56,16 @@ class ClusterRows {
     }
   }
 
-  // Starts to copy a row.
+  // Starts to copy a row into a stage.
   __device__ __forceinline__ void copy(std::int64_t row, int stage) const {
     if (row < args_.rows) {
       copy_stream<0>(args_.x, row, stage);
       copy_stream<1>(args_.grad_output, row, stage);
     }
-    end_copy_group();  // an empty one too: the count of groups is the count of rows
+    end_copy_group();  // even if it is empty, because groups count rows
   }
 
-  // What this thread has of the row's sums. Adds its terms of the parameters' gradients.
+  // This thread's share of the row's sums. Also adds the row's terms to the parameters' gradients.
   __device__ __forceinline__ PullbackSums<A> sums(std::int64_t row, int stage,
                                                   const Normalizer<A>& normalizer) {
     const typename Op::Epilogue epilogue(args_, row);
@@ -84,7 +84,7 @@ class ClusterRows {
     return sums;
   }
 
-  // dx.
+  // Computes and stores dx.
   __device__ __forceinline__ void leave(std::int64_t row, int stage,
                                         const Normalizer<A>& normalizer,
                                         const Pullback<Norm, A>& pullback) {
@@ -108,7 +108,8 @@ class ClusterRows {
     }
   }
 
-  // partials: [clusters, Norm::kGrads, partials_stride(cols)], or null where there is one cluster.
+  // partials: [clusters, Norm::kGrads, partials_stride(cols)], or null if there is only one
+  // cluster, whose sums are the gradients.
   __device__ __forceinline__ void leave_sums(A* partials, std::int64_t cluster) const {
 #pragma unroll
     for (int i = 0; i < kPieceUnits; ++i) {
@@ -127,7 +128,7 @@ class ClusterRows {
     return col(i) < static_cast<int>(args_.cols);
   }
 
-  // This thread's part of x (0) or dy (1).
+  // The address in shared memory of this thread's unit i of x (0) or dy (1).
   template <int kStream>
   __device__ __forceinline__ std::uint32_t at(int stage, int i) const {
     return shared_ + stage * kStageBytes + (kStream == 1 ? kPieceUnits * kStep<0> : 0) +
@@ -176,13 +177,13 @@ class ClusterRows {
   const NormBackwardArgs& args_;
   int thread_;
   int first_col_;
-  int step_;  // from a unit to the next
+  int step_;  // columns from one unit to the next
   std::uint32_t shared_;
   Parameters parameters_;
   ParameterSums<N, A> totals_[kPieceUnits];
 };
 
-// The sums of a row, those of its pieces in turn.
+// Adds up the sums of a row's pieces in order.
 template <typename A>
 __device__ __forceinline__ PullbackSums<A> add_pieces(const PullbackSums<A>* pieces, int count) {
   PullbackSums<A> sums{A(0), A(0)};
@@ -200,7 +201,7 @@ template <typename Op, typename Tile>
 __global__ void __launch_bounds__(kPieceThreads, 1)
     backward_cluster_kernel(const __grid_constant__ NormBackwardArgs args,
                             typename Op::A* partials) {
-#if __CUDA_ARCH__ >= 900  // never launched before
+#if __CUDA_ARCH__ >= 900  // the kernel is never launched on older GPUs
   using Norm = typename Op::Norm;
   using A = typename Op::A;
   constexpr int kStages = Tile::kStages;
@@ -230,7 +231,7 @@ __global__ void __launch_bounds__(kPieceThreads, 1)
     const A* const stats = static_cast<const A*>(args.stats);
     return row < args.rows ? Norm::saved(stats, row, args.rows) : SavedStats<A>{A(0), A(0)};
   };
-  // Adds a row to the gradients of the parameters, and sends this piece's sums.
+  // Adds a row to the gradients of the parameters, and sends the sums of this CTA's piece.
   const auto take = [&](std::int64_t row, unsigned number, int stage,
                         const Normalizer<A>& normalizer) {
     const auto sums = sum_in_turn<Norm>(rows.sums(row, stage, normalizer), warp_sums[number % 2]);
@@ -245,7 +246,7 @@ __global__ void __launch_bounds__(kPieceThreads, 1)
   await_copies<kStages - 1>();
   take(first_row, 0, 0, here);
   int stage = 0;
-  unsigned number = 0;  // of the cluster's rows
+  unsigned number = 0;  // counts the cluster's rows
   for (std::int64_t row = first_row; row < args.rows; row += clusters, ++number) {
     const Normalizer<A> after = next.normalizer();
     const int next_stage = stage + 1 == kStages ? 0 : stage + 1;

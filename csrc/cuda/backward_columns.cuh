@@ -1,6 +1,6 @@
-// The backward of rows that are too long for a CTA, in two kernels, which read x and dy twice: the
-// two sums of each row, a CTA for each of its pieces, and then dx and the parameters' gradients by
-// columns. Compiled by nvcc and by NVRTC; torch-free.
+// Backward of rows that are too long for a CTA, in two kernels that each read x and dy. The first
+// computes the two sums of each row, one CTA for each piece of it. The second computes dx, and the
+// parameters' gradients by columns. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include <type_traits>
@@ -13,7 +13,7 @@
 
 namespace fused_op::cuda {
 
-// Vectors, of which the L2 cache fetches whole lines: 4.9 us without, 4.6 with at 1x262144 (bf16,
+// Vectors whose loads make the L2 cache fetch whole lines: 4.6 us instead of 4.9 at 1x262144 (bf16,
 // H200).
 struct Lines : Vectors {
   template <typename Lane, typename T, int N, int kVectors>
@@ -34,7 +34,7 @@ template <typename Op>
 using LongAccess =
     std::conditional_t<std::is_same_v<typename Op::Access, Vectors>, Lines, typename Op::Access>;
 
-// A lane's packs of a unit, as Lane of access.cuh has those of a row, but columns have 64 bits.
+// A lane's packs of a unit: like Lane of access.cuh, but with columns of 64 bits.
 template <typename Tile>
 struct UnitLane {
   static constexpr int kLanes = kWarpSize;
@@ -53,7 +53,7 @@ struct UnitLane {
     return static_cast<int>(left > N ? N : left < -1 ? -1 : left);
   }
 };
-// Of the unit of thread `thread`, all units being numbered.
+// The lane of a thread. Units are numbered along the row; thread 0 has number `first_unit`.
 template <typename Tile>
 __device__ __forceinline__ UnitLane<Tile> unit_lane(std::int64_t first_unit, int thread,
                                                     std::int64_t width) {
@@ -64,8 +64,8 @@ __device__ __forceinline__ UnitLane<Tile> unit_lane(std::int64_t first_unit, int
 template <typename Op, int N>
 using ParametersOf = typename Op::Epilogue::template Parameters<N>;
 
-// The sum over a CTA's warps, one after the other; valid in all threads. parts: one for each warp,
-// in shared memory.
+// Sums over the CTA: over the lanes of each warp, and then over the warps in order. The result is
+// valid in all threads. parts: one element for each warp, in shared memory.
 template <typename Norm, typename A>
 __device__ __forceinline__ PullbackSums<A> sum_in_turn(PullbackSums<A> sums,
                                                        PullbackSums<A>* parts) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ PullbackSums<A> sum_in_turn(PullbackSums<A> sums,
   return sums;
 }
 
-// What a thread has of the sums of a row's piece. All loads are in flight at once.
+// A thread's share of a piece of a row. All of its loads are in flight at once.
 template <typename Op, typename Tile>
 class PieceRow {
   using Norm = typename Op::Norm;
@@ -102,14 +102,14 @@ class PieceRow {
                                       unsigned piece, unsigned pieces)
       : args_(args), row_(row), piece_(piece), pieces_(pieces) {}
 
-  // Before the kernels before this one have ended.
+  // Prefetches the piece. The kernels before this one may not have ended yet.
   __device__ __forceinline__ void ask() const {
 #pragma unroll
     for (int i = 0; i < kPieceUnits; ++i) {
       Access::template prefetch_row<kVectors>(lane(i), first_of<X, false>(args_.x, row_));
       Access::template prefetch_row<kVectors>(lane(i),
                                               first_of<GradOutput, false>(args_.grad_output, row_));
-      if (row_ == 0 && args_.weight != nullptr) {  // for all rows
+      if (row_ == 0 && args_.weight != nullptr) {  // once for all rows
         using W = typename Op::Epilogue::Parameter;
         Access::template prefetch_row<kVectors>(lane(i), static_cast<const W*>(args_.weight));
       }
@@ -179,8 +179,8 @@ class PieceRow {
   ParametersOf<Op, N> parameters_[kPieceUnits][kVectors];
 };
 
-// row_sums: [rows, pieces]. The pieces of a row are as many as its length asks for, and are added
-// in turn later. grid: rows · pieces.
+// row_sums: [rows, pieces]. The number of pieces depends on the row's length alone;
+// backward_columns_kernel adds them up in order. grid: rows · pieces.
 template <typename Op, typename Tile>
 __global__ void __launch_bounds__(kPieceThreads, 1)
     backward_row_sums_kernel(const __grid_constant__ typename Op::Args args,
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kPieceThreads, 1)
   }
 }
 
-// A thread's unit of columns, of one row after the other.
+// A thread's unit of columns, which it processes in one row after another.
 template <typename Op, typename Tile>
 class UnitColumns {
   using Norm = typename Op::Norm;
@@ -210,10 +210,10 @@ class UnitColumns {
   using Access = LongAccess<Op>;
   static constexpr int N = Tile::kPack;
   static constexpr int kVectors = Tile::kVectors;
-  static constexpr std::int64_t kNoColumns = -2;  // by words, a pack before column 0 may be read
+  static constexpr std::int64_t kNoColumns = -2;  // at 0, Words could read before column 0
 
  public:
-  static constexpr int kAtOnce = 4;  // rows in flight: 7.8 us, two 8.6 at 8x65536 (bf16, H200)
+  static constexpr int kAtOnce = 4;  // rows in flight: 7.8 us; 2: 8.6 us (8x65536, bf16, H200)
 
   __device__ __forceinline__ UnitColumns(const typename Op::Args& args, std::int64_t first_unit)
       : args_(args), lane_(unit_lane<Tile>(first_unit, static_cast<int>(threadIdx.x), args.cols)) {}
@@ -231,7 +231,7 @@ class UnitColumns {
     }
   }
 
-  // kAtOnce rows, of those before `last`.
+  // Loads kAtOnce rows, or as many of them as come before `last`.
   __device__ __forceinline__ void load(std::int64_t row, std::int64_t last) {
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
@@ -241,7 +241,7 @@ class UnitColumns {
     }
   }
 
-  // The k-th of the rows in flight.
+  // Processes the k-th of the rows in flight.
   __device__ __forceinline__ void take(std::int64_t row, int k, const Normalizer<A>& normalizer,
                                        const Pullback<Norm, A>& pullback) {
     const typename Op::Epilogue epilogue(args_, row);
@@ -339,7 +339,7 @@ class UnitColumns {
   Pack<GradOutput, N> dy_[kAtOnce][kVectors];
 };
 
-// What is the same in all columns of a row, of as many rows as there are threads.
+// What all columns of a row share. A CTA holds it for as many rows as it has threads.
 template <typename Norm, typename A>
 struct RowFacts {
   Normalizer<A> normalizer;
@@ -361,8 +361,8 @@ struct RowFacts {
   }
 };
 
-// Walks over the rows of a chunk. grid: (slabs of columns, chunks of rows). partials: null where
-// one chunk is all rows, whose sums are the gradients.
+// A CTA walks over the rows of a chunk, at the columns of a slab. grid: (slabs of columns, chunks
+// of rows). partials: null if there is only one chunk, whose sums are the gradients.
 template <typename Op, typename Tile>
 __global__ void __launch_bounds__(kColumnThreads)
     backward_columns_kernel(const __grid_constant__ typename Op::Args args,
@@ -376,7 +376,7 @@ __global__ void __launch_bounds__(kColumnThreads)
   const A inverse_cols = reciprocal(static_cast<A>(args.cols));
   std::int64_t first_row = 0;
   std::int64_t last_row = args.rows;
-  if (gridDim.y > 1) {  // two divisions, which few rows need not wait for
+  if (gridDim.y > 1) {  // spares few rows the two divisions
     first_row = args.rows * blockIdx.y / gridDim.y;
     last_row = args.rows * (blockIdx.y + 1) / gridDim.y;
   }
@@ -388,7 +388,7 @@ __global__ void __launch_bounds__(kColumnThreads)
   for (std::int64_t first = first_row; first < last_row; first += kColumnThreads) {
     const auto rows = static_cast<int>(
         last_row - first < kColumnThreads ? last_row - first : std::int64_t{kColumnThreads});
-    __syncthreads();  // read by all before it is written again
+    __syncthreads();  // all threads have read `facts` before it is written again
     if (static_cast<int>(threadIdx.x) < rows) {
       facts[threadIdx.x].read(args, row_sums, first + threadIdx.x, pieces);
     }

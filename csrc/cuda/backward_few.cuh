@@ -1,8 +1,8 @@
-// The backward of few rows, in one launch. dx needs sums over a row, the parameters' gradients sums
-// over a column, and neither needs the other: some CTAs take rows, the others columns, and x and dy
-// are read twice, from the L2 cache. That costs less than partial sums and a second kernel that
-// adds them. dx has the bits of backward_kernel: the lanes and the arithmetic of a row are the
-// same. Compiled by nvcc and by NVRTC; torch-free.
+// Backward of few rows, in one launch. dx needs sums over rows, the parameters' gradients need sums
+// over columns, and neither needs the other. Some CTAs therefore process rows and the others
+// columns; x and dy are read twice, from the L2 cache. That costs less than partial sums and a
+// second kernel that adds them up. dx has the same bits as from backward_kernel, because the lanes
+// and the arithmetic of a row are the same. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include "cuda/backward_op.cuh"
@@ -10,7 +10,7 @@
 
 namespace fused_op::cuda {
 
-// A lane's packs of one row, in registers: what RowBackward reads a row from here.
+// A lane's packs of one row, in registers. RowBackward reads the row from it.
 template <typename Op, typename Tile>
 class HeldRow {
   using Source = typename Op::Source;
@@ -35,7 +35,7 @@ class HeldRow {
     }
   }
 
-  // Pack i, in x (0), dy (1) or the gradient of the sum (2).
+  // Pack i of x (0), dy (1) or the gradient of the sum (2).
   template <int kStream>
   __device__ __forceinline__ auto load(int i) const {
     if constexpr (kStream == 0) {
@@ -59,7 +59,7 @@ class HeldRow {
   Pack<GradSum, N> sum_[Source::kReadsSum ? kVectors : 1];
 };
 
-// A row has warps of its own, or shares one with others.
+// Where a thread stands. A row has warps of its own, or shares a warp with other rows.
 template <typename Tile>
 __device__ __forceinline__ BackwardPlace few_place() {
   const int thread = static_cast<int>(threadIdx.x);
@@ -71,7 +71,7 @@ __device__ __forceinline__ BackwardPlace few_place() {
   }
 }
 
-// dx of a row. Rows past the last one go along: the CTA has barriers.
+// Computes dx of a row. Threads of rows past the last one take part, because the CTA has barriers.
 template <typename Op, typename Tile>
 __device__ __forceinline__ void few_rows(const NormBackwardArgs& args, const BackwardPlace& place,
                                          std::int64_t row) {
@@ -96,8 +96,8 @@ __device__ __forceinline__ void few_rows(const NormBackwardArgs& args, const Bac
   }
 }
 
-// The parameters' gradients at the columns of a slab. Groups of kSlabLanes threads take rows in
-// turn, a thread kOwn columns of each; then the groups' sums are added in order.
+// Computes the parameters' gradients at the columns of a slab. Groups of kSlabLanes threads take
+// rows in turn; each thread has kOwn columns of its row. Then the groups' sums are added in order.
 template <typename Op, typename Tile>
 class Slab {
   using Norm = typename Op::Norm;
@@ -129,7 +129,7 @@ class Slab {
         parameters_[i] = Op::Epilogue::template load<Norm, typename Op::Access, N>(
             args, lane_.col(i), lane_.template valid<N>(i));
       } else {
-        clear(parameters_[i].weight);  // is not read
+        clear(parameters_[i].weight);  // is never read
       }
 #pragma unroll
       for (int j = 0; j < N; ++j) {
@@ -160,7 +160,7 @@ class Slab {
     }
   }
 
-  // All threads of the CTA.
+  // Adds up the sums of all threads and stores the gradients. All threads of the CTA call it.
   __device__ __forceinline__ void leave() {
     __shared__ A sums[Tile::kThreads / kWarpSize][Norm::kGrads][kCols];
 #pragma unroll
@@ -194,7 +194,7 @@ class Slab {
   }
 
  private:
-  // The sum over the groups of a warp.
+  // Adds up `total` over the groups of a warp.
   __device__ __forceinline__ void put(A total, A& sum) const {
 #pragma unroll
     for (int offset = kSlabLanes; offset < kWarpSize; offset *= 2) {
@@ -214,8 +214,8 @@ class Slab {
   ParameterSums<N, A> totals_[kVectors];
 };
 
-// grid: row_ctas, which take the rows of their block, and then a CTA for every slab of columns.
-// block: (threads of a row, rows side by side); rows that share a warp have blockDim.y = 1.
+// grid: row_ctas CTAs that take rows, and then one CTA for each slab of columns. block: (threads of
+// a row, rows side by side); if rows share a warp, blockDim.y is 1.
 template <typename Op, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward_few_kernel(const __grid_constant__ NormBackwardArgs args, int row_ctas) {

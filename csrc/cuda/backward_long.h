@@ -1,4 +1,4 @@
-// How backward spreads rows that are too long for a CTA over threads, as integers. Plans compute
+// The integers that say how backward spreads rows too long for a CTA over threads. Plans compute
 // with them, and the kernels of backward_columns.cuh and backward_cluster.cuh are compiled for
 // them. Host and device; torch-free.
 #pragma once
@@ -32,13 +32,13 @@ struct ColumnsTile {
 
 constexpr int kMostCluster = 16;  // CTAs
 
-// The rows that the kernel for clusters keeps in shared memory, and the room that the parameters of
-// a CTA's columns take there.
+// How many rows the kernel for clusters keeps in shared memory. The parameters of a CTA's columns
+// follow them there.
 template <int kPack_, int kStages_>
 struct ClusterTile {
   static constexpr int kPack = kPack_;
   static constexpr int kStages = kStages_;
-  // As LaneParameters reads them: the CTA's threads are the lanes of one group.
+  // For LaneParameters: the CTA's threads are the lanes of one group.
   static constexpr int kLanes = kPieceThreads;
   static constexpr int kVectors = kPieceUnits;
   static constexpr bool kParametersStay = false;

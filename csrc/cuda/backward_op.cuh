@@ -1,5 +1,5 @@
-// What a backward kernel computes, as types, and what all of them do with a pack: x and dy to x̂ and
-// its gradient. Compiled by nvcc and by NVRTC; torch-free.
+// The types that say what a backward kernel computes, and the step that all of these kernels share:
+// from a pack of x and dy to x̂ and its gradient. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include <type_traits>
@@ -12,10 +12,10 @@
 
 namespace fused_op::cuda {
 
-// A pack of what is read beside x and dy; empty where nothing is.
+// Takes the place of a pack of the rows beside x and dy, where no such rows are read.
 struct NoPack {};
 
-// Which of the two reads rows beside x and dy: at most one.
+// Says which of the two reads rows beside x and dy. At most one of them does.
 template <typename Source, typename Epilogue, bool kSource = Source::kReadsBeside,
           bool kEpilogue = Epilogue::kReadsBeside>
 struct BesideOf {
@@ -55,7 +55,7 @@ struct BackwardOp {
   template <int N>
   using BesidePack = typename Beside::template Packs<N>;
 
-  // The third stream: its elements, its rows, and whether it is there.
+  // The number of streams, the rows of the third one, and whether a call has it.
   static constexpr int kStreams = Source::kReadsSum || kReadsBeside ? 3 : 2;
   FUSED_OP_HD static const ConstRows& third(const Args& args) {
     if constexpr (kReadsBeside) {
@@ -69,8 +69,9 @@ struct BackwardOp {
   }
 };
 
-// Which rows a CTA takes where they have different parameters: those of one group, of which it is
-// CTA number blockIdx.x / groups. A team takes every few of them, from its first one on.
+// Which rows a CTA processes if rows have different parameters: those of one group, of which it is
+// CTA number blockIdx.x / groups. A team begins at first_row_of(). Neighbouring rows of a group are
+// rows_apart() rows apart.
 template <typename Op>
 __device__ __forceinline__ std::int64_t rows_apart(const typename Op::Args& args) {
   if constexpr (Op::Epilogue::kGrouped && !Op::Epilogue::kEntries) {
@@ -109,8 +110,9 @@ using StreamElement = std::conditional_t<
     kStream == 0, typename Op::X,
     std::conditional_t<kStream == 1, typename Op::GradOutput, typename Op::Beside::Element>>;
 
-// x̂ and its gradient at N columns from `col` on. Adds to `totals` what the gradients of the
-// parameters gain. `beside` becomes its gradient, if it is the epilogue's.
+// Computes x̂ and its gradient at N columns from `col` on, and adds the terms of the parameters'
+// gradients to `totals`. If it is the epilogue that reads `beside`, the gradient of `beside`
+// replaces it.
 template <typename Op, int N, typename A, typename Parameters, typename Col>
 __device__ __forceinline__ void expand(const typename Op::Epilogue& epilogue,
                                        const Parameters& parameters, Col col,

@@ -77,7 +77,7 @@ class RowBackward {
                                                   Sums (&totals)[kVectors]) {
     const typename Op::Epilogue epilogue(args_, row);
     PullbackSums<A> sums{A(0), A(0)};
-    Beside beside[kTogether];  // and then its gradients
+    Beside beside[kTogether];  // becomes its gradients
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       if (takes_part(i / kTogether * kTogether)) {
@@ -106,7 +106,8 @@ class RowBackward {
     return sums;
   }
 
-  // Stores dx, with the gradient that arrives at the sum, where gradients leave.
+  // Computes dx, adds the gradient that arrives at the sum, and stores it where gradients are
+  // wanted.
   __device__ __forceinline__ void leave(std::int64_t row, const Normalizer<A>& normalizer,
                                         const Pullback<Norm, A>& pullback) {
     const typename Op::Epilogue epilogue(args_, row);
@@ -165,7 +166,7 @@ class RowBackward {
     }
   }
 
-  // Whether this lane has elements in pack i of the row, or, by Words, a lane of its row has.
+  // Whether this lane, or with Words any lane of its row, has elements in pack i.
   __device__ __forceinline__ bool takes_part(int i) const {
     return i + kTogether <= RowLane::kSure ||
            lane_.width > lane_.col(i) - (Op::Access::kWhole ? 0 : lane_of_row_ * N);
@@ -179,7 +180,7 @@ class RowBackward {
     }
   }
 
-  // x̂ and its gradient.
+  // Computes x̂ and its gradient.
   __device__ __forceinline__ void expand(const typename Op::Epilogue& epilogue, const Pack<X, N>& x,
                                          const Pack<GradOutput, N>& dy, int i,
                                          const Normalizer<A>& normalizer, Beside& beside,
@@ -193,7 +194,7 @@ class RowBackward {
   int lane_of_row_;
   Rows staged_;
   Parameters parameters_;
-  A xhat_[kKept][N];  // of the row at hand
+  A xhat_[kKept][N];  // of the current row
   A grad_[kKept][N];
 };
 
@@ -218,15 +219,15 @@ __device__ __forceinline__ PullbackSums<A> sum_over_row(PullbackSums<A> sums,
     constexpr int kMost = Tile::kWidth > 0 ? Tile::kWarps : Tile::kThreads / kWarpSize;
     constexpr int kCount = kMost > 16 ? 32 : kMost > 8 ? 16 : kMost > 4 ? 8 : kMost > 2 ? 4 : 2;
     const int part = place.lane % kCount;
-    const A nothing = A(-0.0);  // adding it changes no bit, whatever kCount
+    const A nothing = A(-0.0);  // adding it changes no bits, whatever kCount is
     sums = part < place.warps ? parts[part] : PullbackSums<A>{nothing, nothing};
     over_lanes.template operator()<kCount>();
   }
   return sums;
 }
 
-// While the previous kernel still runs, the first row is prefetched into the L2 cache, and the
-// weight once.
+// Prefetches the first row into the L2 cache while the previous kernel still runs, and the weight
+// once.
 template <typename Op, typename Tile>
 __device__ __forceinline__ void prefetch_first_row(const typename Op::Args& args, std::int64_t row,
                                                    int width, const BackwardPlace& place) {
@@ -249,12 +250,12 @@ __device__ __forceinline__ void prefetch_first_row(const typename Op::Args& args
       span(first_of<StreamElement<Op, 2>, false>(Op::third(args), row));
     }
   }
-  if (row == 0 && args.weight != nullptr) {  // for all rows
+  if (row == 0 && args.weight != nullptr) {  // once for all rows
     span(static_cast<const typename Op::Epilogue::Parameter*>(args.weight));
   }
 }
 
-// The rows of a team one after another, from `first_row` on.
+// Processes the rows of a team one after another, from `first_row` on.
 template <typename Op, typename Tile>
 __device__ __forceinline__ void take_rows(
     const typename Op::Args& args, const BackwardSteps& steps, const BackwardPlace& place,
@@ -265,8 +266,9 @@ __device__ __forceinline__ void take_rows(
   __shared__ PullbackSums<A> parts[2][Tile::kThreads / kWarpSize];
   const A inverse_cols = reciprocal(static_cast<A>(width));
   const bool wanted = Op::Source::wanted(args);
-  // Statistics are read a row ahead, by every lane. (Copied asynchronously with their rows: share
-  // of add 0.95 0.85 at 65536x1024, 0.97 0.86 at 16384x4096, RMSNorm; H200, bf16.)
+  // Every lane reads statistics a row ahead. If they were copied asynchronously with their rows,
+  // the share of add would fall from 0.95 to 0.85 at 65536x1024, and from 0.97 to 0.86 at
+  // 16384x4096 (RMSNorm, bf16, H200).
   const auto saved_of = [&](std::int64_t row) {
     const A* const stats = static_cast<const A*>(args.stats);
     return row < args.rows ? Norm::saved(stats, row, args.rows) : SavedStats<A>{A(0), A(0)};
@@ -285,7 +287,7 @@ __device__ __forceinline__ void take_rows(
     if (live) {
       sums = backward.sums(row, normalizer, totals);
     }
-    // With two buffers in turn, one barrier a row is enough.
+    // Because two buffers take turns, one barrier for each row is enough.
     if constexpr (Norm::kStats > 0) {
       sums = sum_over_row<Norm, Tile>(sums, parts[parity] + place.team * place.warps, place);
     }

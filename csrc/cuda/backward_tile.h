@@ -25,12 +25,12 @@ struct BackwardTile {
   // reads x and dy from shared memory again.
   static constexpr bool kKeep = kKeep_;
   static constexpr bool kParametersStay = kParametersStay_;  // in registers; else in shared memory
-  static constexpr int kWidth = kWidth_;                     // of the rows; 0: known at run time
+  static constexpr int kWidth = kWidth_;                     // columns; 0: known at run time
   static constexpr bool kFull = kFull_;  // no lane has a pack past the end of a row
 
   static constexpr int kStep = kLanes * kPack;
   static constexpr int kWarpCols = kStep * kVectors;
-  static constexpr int kWarps = (kWidth + kWarpCols - 1) / kWarpCols;  // of a row
+  static constexpr int kWarps = (kWidth + kWarpCols - 1) / kWarpCols;  // warps of a row
   // Packs that even the last lane of the last warp has inside the row.
   static constexpr int kSure = kFull         ? kVectors
                                : kWidth == 0 ? 0
@@ -39,20 +39,20 @@ struct BackwardTile {
   static_assert(kStages == 2 || kStages == 3);
 };
 
-// The steps from one row of a team to its next, computed by the launch: kernel parameters take no
-// registers.
+// The steps from one row of a team to its next. The launch computes them, because kernel parameters
+// take no registers.
 struct BackwardSteps {
   std::int64_t rows;
   std::int64_t ahead;     // rows from the one in use to the one to copy: stages - 1 steps
-  std::int64_t bytes[3];  // in x, dy and the gradient of the sum
+  std::int64_t bytes[3];  // the same in bytes of x, dy and the third stream
   // Rows before this one end at least a block of 16 bytes before their tensors do.
   std::int64_t whole_rows;
 };
 
 // The shared memory, in bytes, that a group of lanes (those of a row that share a warp) needs for
-// one row of a stream whose elements have `size` bytes. By words, rows keep their shift against
-// blocks of 16 bytes. All but the longest, which have no room for that, begin at multiples of 128
-// bytes.
+// one row of a stream whose elements have `size` bytes. Rows that move by words keep their offset
+// within a block of 16 bytes. All but the longest, which have no room for it, begin at multiples of
+// 128 bytes.
 FUSED_OP_HD constexpr int staged_bytes(bool by_words, int pack, int lanes, int vectors, int size) {
   const int bytes = lanes * vectors * pack * size;
   const int blocks = by_words && bytes < 2048 ? (lanes < 8 ? lanes : 8) : 1;

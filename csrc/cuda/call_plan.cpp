@@ -6,8 +6,8 @@
 namespace fused_op::cuda {
 namespace {
 
-// An address for the tensors of a call, which do not exist: a multiple of every alignment that a
-// kernel needs.
+// An address for the tensors of a call, which do not exist. Without an offset, it has every
+// alignment that a kernel needs.
 void* somewhere(std::uintptr_t offset) { return reinterpret_cast<void*>(4096 + offset); }
 
 ConstRows rows_of(DType dtype, std::int64_t cols, bool aligned) {

@@ -38,7 +38,7 @@ struct PlannedKernel {
   bool core;  // compiled with the extension
 };
 struct CallPlan {
-  std::vector<std::pair<std::string, std::int64_t>> integers;  // of its plan, by name
+  std::vector<std::pair<std::string, std::int64_t>> integers;  // those of its plan, by name
   std::vector<PlannedKernel> kernels;                          // in the order of their launches
 };
 CallPlan plan_call(const CallShape& call, const DeviceInfo& device);

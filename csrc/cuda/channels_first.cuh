@@ -1,5 +1,5 @@
-// What the kernels of norms over channels share: where a thread stands, how it reads channels, and
-// sums over them. Device code; torch-free.
+// What the kernels of norms over channels share: where a thread stands, and how it reads channels
+// and adds them up. Device code; torch-free.
 #pragma once
 
 #include "core/convert.h"
@@ -10,7 +10,8 @@
 
 namespace fused_op::cuda {
 
-// What a kernel is compiled for. E: what is read and written; W: the parameters.
+// What a kernel is compiled for. E: the elements that it reads and writes; W: those of the
+// parameters.
 template <typename Norm_, typename E_, typename W_, int kPack, int kWarps_, int kGroups_,
           int kChannels_, bool kSilu_>
 struct ChannelsFirstOp {
@@ -27,8 +28,8 @@ struct ChannelsFirstOp {
   static constexpr int kEach = (kChannels + kWarps - 1) / kWarps;  // channels of a warp, at most
   static constexpr int kThreads = kWarpSize * kWarps * kGroups;
   static constexpr int kTile = kWarpSize * N;  // pixels
-  // Of forward: 128 registers a thread where channels are kept, else 64. ptxas by itself takes
-  // fewer in some kernels, and spills.
+  // For forward: 128 registers a thread if it keeps channels, and 64 otherwise. Left alone, ptxas
+  // takes fewer in some kernels, and spills.
   static constexpr int kCtasPerSm = (kKept ? 512 : 1024) / kThreads;
 };
 
@@ -36,12 +37,12 @@ struct ChannelsFirstOp {
 template <typename Op>
 struct PixelPlace {
   int lane;
-  int warp;             // of the group
-  int group;            // of the CTA
+  int warp;             // number of the warp in its group
+  int group;            // number of the group in its CTA
   bool live;            // false past the last pixel: such lanes compute on zeros and store nothing
-  std::int64_t row;     // of the first pixel of the lane
-  std::int64_t first;   // element of its first channel
-  std::int64_t stride;  // from channel to channel
+  std::int64_t row;     // number of the lane's first pixel
+  std::int64_t first;   // element of that pixel in channel 0
+  std::int64_t stride;  // elements from one channel to the next
   std::int64_t channels;
 
   __device__ __forceinline__ PixelPlace(std::int64_t number, std::int64_t tiles,
@@ -63,20 +64,20 @@ struct PixelPlace {
   __device__ __forceinline__ std::int64_t element(int i) const {
     return first + channel(i) * stride;
   }
-  // The same place, of whose elements the compiler does not keep the offsets that it has made for
-  // loads: they would take more registers than what is loaded.
+  // The same place, for stores. The compiler must not keep the offsets that it computed for the
+  // loads: they would take more registers than the loaded values.
   __device__ __forceinline__ PixelPlace again() const {
     PixelPlace same = *this;
     asm volatile("" : "+l"(same.stride));
     return same;
   }
-  // Channels of this warp.
+  // How many channels this warp has.
   __device__ __forceinline__ int count() const {
     return static_cast<int>((channels - warp + Op::kWarps - 1) / Op::kWarps);
   }
 };
 
-// A lane's pixels in its warp's channels: in registers, or read again whenever they are asked for.
+// A lane's pixels in its warp's channels: kept in registers, or read again each time.
 template <typename Op, bool kKept>
 class Channels {
   using E = typename Op::E;
@@ -115,7 +116,8 @@ class Channels {
   Pack<E, N> packs_[kKept ? Op::kEach : 1];
 };
 
-// Weight and bias of a channel; of what is absent, what changes nothing, not even a zero's sign.
+// Weight and bias of a channel. If absent, they are 1 and -0, which change nothing, not even the
+// sign of a zero.
 template <typename Op>
 struct ChannelParameters {
   using A = typename Op::A;
@@ -143,7 +145,8 @@ struct ChannelParameters {
   }
 };
 
-// Calls add(i, parts) for all channels of a warp, and adds up the parts of a few channels each.
+// Calls add(i, parts) for all channels of a warp, and adds the parts of kFoldedChannels channels at
+// a time to the totals.
 template <typename Op, bool kKept, int kValues, typename Add>
 __device__ __forceinline__ void add_channels(const PixelPlace<Op>& place,
                                              typename Op::A (&totals)[kValues][Op::N],
@@ -185,7 +188,7 @@ __device__ __forceinline__ void add_channels(const PixelPlace<Op>& place,
   }
 }
 
-// Calls each(i) for all channels of a warp, with no sums.
+// Calls each(i) for all channels of a warp.
 template <typename Op, bool kKept, typename Each>
 __device__ __forceinline__ void for_channels(const PixelPlace<Op>& place, const Each& each) {
   if constexpr (kKept) {
@@ -204,8 +207,8 @@ __device__ __forceinline__ void for_channels(const PixelPlace<Op>& place, const 
   }
 }
 
-// Sums over the warps of a group, of up to kMost values for each pixel, in the order of the warps.
-// All threads of the group call.
+// Sums up to kMost values of each pixel over the warps of a group, in the order of the warps. All
+// threads of the group call add().
 template <typename Op, int kMost>
 struct WarpSums {
   using A = typename Op::A;
@@ -252,7 +255,7 @@ struct WarpSums {
         values[k][j] = shared[place.group][k][0][j * kWarpSize + place.lane];
       }
     }
-    barrier(place);  // read by all before it is written again
+    barrier(place);  // all have read before it is written again
   }
 };
 

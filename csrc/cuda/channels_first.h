@@ -7,23 +7,24 @@
 
 namespace fused_op::cuda {
 
-// A group of kWarps warps has a tile of kWarpSize · pack neighbouring pixels: a lane has `pack` of
-// them, in every kWarps-th channel. Which warp has a channel, and with it the order of every sum
-// over channels, depends on their number alone.
+// A group of warps processes a tile of kWarpSize · pack neighbouring pixels. A lane has `pack` of
+// them, in every channel that its warp has: every `warps`-th one. Which warp has a channel depends
+// on the number of channels alone, and so does the order of every sum over channels.
 struct ChannelsFirstPlan {
   int pack;      // pixels of a lane
-  int warps;     // of a group
-  int groups;    // of a CTA
-  int channels;  // a constant of the kernel, which then keeps what it reads; 0: read again
+  int warps;     // warps of a group
+  int groups;    // groups of a CTA
+  int channels;  // a constant of the kernel, which then keeps what it reads; 0: it reads again
   std::int64_t tiles;
   std::int64_t ctas;
-  std::int64_t partials_bytes = 0;  // backward: a row for each group; 0: no parameter has one
+  std::int64_t partials_bytes = 0;  // backward: one row for each group; 0: no gradient needs it
 
   std::int64_t all_groups() const { return ctas * groups; }
   int tile_pixels() const { return kWarpSize * pack; }
 };
 
-// Terms that a lane adds before it adds their sum to a total: sums over many channels stay exact.
+// How many terms a lane adds up before it adds their sum to a total. This keeps sums over many
+// channels accurate.
 constexpr int kFoldedChannels = 32;
 
 }  // namespace fused_op::cuda

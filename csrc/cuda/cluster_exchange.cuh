@@ -10,9 +10,9 @@
 
 namespace fused_op::cuda {
 
-// Barriers in shared memory (mbarrier). Each opens when the bytes that expect_bytes() announced,
-// its one arrival, have been written. A thread makes its barriers and publishes them before any
-// other thread uses them.
+// Barriers in shared memory (mbarrier). Each opens when the bytes that expect_bytes() announced
+// have been written; the announcement is its one arrival. A thread makes its barriers and publishes
+// them before any other thread uses them.
 __device__ __forceinline__ void make_barrier(std::uint32_t barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
@@ -42,13 +42,13 @@ __device__ __forceinline__ unsigned cluster_id() {
   return id;
 }
 
-// How many of a grid's rows the cluster takes whose first one is first_row.
+// How many of a grid's rows a cluster processes that begins with first_row.
 __device__ __forceinline__ unsigned cluster_rows(std::int64_t rows, std::int64_t first_row,
                                                  std::int64_t clusters) {
   return static_cast<unsigned>(rows - first_row + clusters - 1) / static_cast<unsigned>(clusters);
 }
 
-// The place of a pointer into shared memory in that of another CTA of the cluster.
+// The address of the same place in the shared memory of another CTA of the cluster.
 __device__ __forceinline__ std::uint32_t of_cta(const void* pointer, int rank) {
   std::uint32_t mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -57,20 +57,20 @@ __device__ __forceinline__ std::uint32_t of_cta(const void* pointer, int rank) {
   return mapped;
 }
 
-// The values of the rows that a cluster takes in turn. The values of a row have a slot, and every
-// kSlots-th row has the same one. With four slots, a warp may send its value of row n + 1 before it
-// awaits row n: when it sends that of row n + 4, it has received row n + 2, for which all warps
-// sent theirs after they had read row n.
+// Exchanges the values of the rows that a cluster processes in turn. The values of a row have a
+// slot, which every kSlots-th row shares. With four slots, a warp may send its value of row n + 1
+// before it awaits row n: when it sends that of row n + 4, it has received row n + 2, for which all
+// warps sent theirs after they had read row n.
 template <typename Value, int kSlots>
 struct ClusterExchange {
   Value* values;            // [kSlots, per_row], at the same place in every CTA
   std::uint64_t* arrivals;  // [kSlots] mbarriers, likewise
   int per_row;
   int ctas;
-  unsigned rows;  // of this cluster
+  unsigned rows;  // how many this cluster processes
 
-  // All threads of the cluster. Between begin() and ready() there may be work that needs no other
-  // CTA: they may not run yet.
+  // All threads of the cluster call both. Work between begin() and ready() must not need other
+  // CTAs, because they may not run yet.
   __device__ __forceinline__ void begin() const {
     if (threadIdx.x == 0) {
 #pragma unroll
@@ -84,7 +84,7 @@ struct ClusterExchange {
   }
   __device__ __forceinline__ void ready() const {
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-    if (threadIdx.x == 0) {  // values that are here already are counted too
+    if (threadIdx.x == 0) {  // values that have already arrived count too
 #pragma unroll
       for (int row = 0; row < kSlots; ++row) {
         expect(row);
@@ -92,7 +92,7 @@ struct ClusterExchange {
     }
   }
 
-  // Value `index` of the row; all lanes of a warp.
+  // Sends value `index` of the row to every CTA. All lanes of a warp call it.
   __device__ __forceinline__ void send(unsigned row, int index, const Value& value) const {
     const int lane = static_cast<int>(threadIdx.x % kWarpSize);
     if (lane < ctas) {
@@ -119,7 +119,7 @@ struct ClusterExchange {
       }
     }
   }
-  // All values of the row, once they are here.
+  // Waits for all values of the row and returns them.
   __device__ __forceinline__ Value* await(unsigned row) const {
     const unsigned slot = row % kSlots;
     asm volatile(
@@ -149,8 +149,8 @@ struct ClusterExchange {
   }
 };
 
-// The parts of one row once more, with barriers of the whole cluster: slower, and as often as
-// wanted.
+// Exchanges the parts of one row again, as often as necessary, with barriers of the whole cluster.
+// This is slower.
 template <typename A>
 struct ClusterParts {
   WarpMoments<A>* parts;  // in shared memory, at the same place in every CTA

@@ -1,5 +1,5 @@
-// The gradients of the parameters, as the threads of a CTA of backward_kernel hold them, to one row
-// of partial sums. Device code; torch-free.
+// Turns the gradients of the parameters, as the threads of a CTA of backward_kernel hold them, into
+// one row of partial sums. Device code; torch-free.
 #pragma once
 
 #include "core/convert.h"
@@ -12,12 +12,12 @@
 
 namespace fused_op::cuda {
 
-// Where a thread stands. A team is the threads of a row, one of blockDim.y in the CTA.
+// Where a thread stands. A team is the threads of one row; a CTA has blockDim.y teams.
 struct BackwardPlace {
   int team;
-  int lane;   // of kLanes
-  int warp;   // of the row
-  int warps;  // of the row
+  int lane;   // number of the lane, below kLanes
+  int warp;   // number of the warp in its row
+  int warps;  // warps of the row
 };
 
 template <typename Tile>
@@ -32,8 +32,8 @@ __device__ __forceinline__ BackwardPlace backward_place() {
   }
 }
 
-// The sums of a CTA's rows in shared memory, [groups, kGrads, columns], and from there to one row
-// of partial sums, or to the gradients themselves where no other CTA has any.
+// Adds up the sums of a CTA's rows in shared memory, [groups, kGrads, columns]. Writes them as one
+// row of partial sums, or as the gradients themselves if no other CTA has any.
 template <typename Op, typename Tile>
 class ColumnSums {
   using A = typename Op::A;
@@ -54,7 +54,8 @@ class ColumnSums {
         threads_(static_cast<int>(blockDim.x * blockDim.y)),
         sums_(reinterpret_cast<A*>(shared)) {}
 
-  // Rows that share a warp are added first.
+  // Stores the sums of all threads in shared memory. Those of rows that share a warp are added
+  // first.
   __device__ __forceinline__ void collect(Sums (&totals)[kVectors]) const {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -78,8 +79,8 @@ class ColumnSums {
     }
   }
 
-  // After a barrier: a thread adds up whole columns. partials: null in a grid of one CTA (for each
-  // group).
+  // To be called after a barrier. A thread adds up whole columns and stores them. partials: null if
+  // the grid, or with groups each group, has one CTA.
   __device__ __forceinline__ void leave(const typename Op::Args& args, int width,
                                         A* partials) const {
     if constexpr (Op::Epilogue::kGrouped) {
@@ -114,7 +115,7 @@ class ColumnSums {
   }
 
  private:
-  // The columns of a group are some of a row of partial sums, or of the gradients.
+  // The columns of a group are only a part of a row of partial sums, or of the gradients.
   __device__ __forceinline__ void leave_group(const typename Op::Args& args, int width,
                                               A* partials) const {
     const int groups =
@@ -148,8 +149,8 @@ class ColumnSums {
   __device__ __forceinline__ int group() const {
     return Tile::kLanes < kWarpSize ? thread_ / kWarpSize : place_.team;
   }
-  // Lanes that store eight columns in two blocks of 16 bytes each meet in half of the banks, unless
-  // every other four of them change the blocks.
+  // A lane stores eight columns in two blocks of 16 bytes each. Every other four lanes swap the
+  // places of their blocks; otherwise each store would use only half of the banks.
   __device__ __forceinline__ static int place_of(int col) {
     return N == 2 * kFour ? col ^ (col / 8 & 4) : col;
   }

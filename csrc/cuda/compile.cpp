@@ -21,8 +21,6 @@ constexpr std::array kOptions = {
     "-fmad=false",      // as for nvcc in setup.py: products and sums fuse where the source says so
 };
 
-// --- NVRTC ---------------------------------------------------------------------------------------
-
 // Declared here, because a machine without a toolkit lacks nvrtc.h. nvrtcProgram is a pointer,
 // nvrtcResult an enum.
 using Program = void*;
@@ -76,8 +74,6 @@ void resolve_all(void* library, Nvrtc& nvrtc) {
   get("nvrtcGetPTXSize", nvrtc.ptx_size);
   get("nvrtcGetPTX", nvrtc.ptx);
 }
-
-// --- Its build id --------------------------------------------------------------------------------
 
 bool holds(const dl_phdr_info& object, std::uintptr_t address) {
   return std::any_of(
@@ -143,9 +139,6 @@ std::string build_id(const void* address) {
   return search.id;
 }
 
-// --- The library of this process
-// ------------------------------------------------------------------
-
 // The NVRTC of the CUDA version that this module was built for. No path is searched:
 // libtorch_cuda.so is linked with NVRTC and has loaded it.
 void load(Nvrtc& nvrtc) {
@@ -181,9 +174,6 @@ const Nvrtc& loaded_nvrtc() {
   }
   return *loaded;
 }
-
-// --- One compilation
-// ------------------------------------------------------------------------------
 
 void check(const Nvrtc& nvrtc, int result, const char* what) {
   if (result != 0) {

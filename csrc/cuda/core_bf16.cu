@@ -1,4 +1,4 @@
-// The core table's kernels of rows and parameters of these types. Torch-free:
+// The kernels of the core table for rows and parameters of these types. Torch-free:
 // nvcc -std=c++20 -O3 -fmad=false -Icsrc -arch=sm_90 -Xptxas -v -c csrc/cuda/core_bf16.cu
 #include "cuda/core_backward.cuh"
 #include "cuda/core_forward.cuh"

@@ -1,5 +1,5 @@
-// The core table's kernels of bf16 rows and parameters whose x̂ is rounded before the weight, as in
-// Llama; RMSNorm alone. Torch-free:
+// The kernels of the core table for bf16 rows and parameters whose x̂ is rounded before the weight,
+// as in Llama; RMSNorm alone. Torch-free:
 // nvcc -std=c++20 -O3 -fmad=false -Icsrc -arch=sm_90 -Xptxas -v -c csrc/cuda/core_bf16_rounded.cu
 #include "cuda/core_backward.cuh"
 #include "cuda/core_forward.cuh"

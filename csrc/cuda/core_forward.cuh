@@ -1,4 +1,4 @@
-// The forward kernels of the core table, of one pair of element types. Included by core_*.cu.
+// The forward kernels of the core table for one pair of element types. Included by core_*.cu.
 #pragma once
 
 #include <type_traits>

@@ -12,16 +12,16 @@ namespace fused_op::cuda {
 __device__ __forceinline__ void await_kernels_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" :::);  // the next kernel may be placed; it waits
+  asm volatile("griddepcontrol.launch_dependents;" :::);  // the next kernel may start, and waits
 #endif
 }
 
-// What a kernel may do before that wait: prefetch what it will read, in its first wave of CTAs (to
-// be evicted last: see evict_last). It goes to the L2 cache, through which all writes go as well,
-// so nothing stale is read later. H200, bf16, us a call back to back without and with it: forward
-// 1.6 1.2 at 64x1024, 4.8 4.3 at 4096x768, 11.0 10.1 at 8192x1024; backward 2.2 1.9 at 64x1024. Not
-// for what all CTAs read, because each of them would prefetch the same lines: 4.8 19.4 at 4096x768
-// with weight and bias.
+// What a kernel may do before that wait: its first wave of CTAs may prefetch what it will read, to
+// be evicted last (see evict_last()). The data goes to the L2 cache, through which all writes go as
+// well, so nothing stale is read later. H200, bf16, us a call back to back without and with it:
+// forward 1.6 1.2 at 64x1024, 4.8 4.3 at 4096x768, 11.0 10.1 at 8192x1024; backward 2.2 1.9 at
+// 64x1024. This is not for what all CTAs read, because each of them would prefetch the same lines:
+// 4.8 19.4 at 4096x768 with weight and bias.
 constexpr unsigned kPrefetchingCtas = 2048;
 __device__ __forceinline__ void prefetch(const void* place) {
 #if __CUDA_ARCH__ >= 900

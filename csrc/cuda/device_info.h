@@ -9,7 +9,7 @@ constexpr int kMaxDevices = 64;
 struct DeviceInfo {
   int index;
   int multiprocessors;
-  int shared_bytes;  // of one CTA, the opt-in limit
+  int shared_bytes;  // the most that a CTA may opt in to
   bool sm_90;        // or newer: clusters, programmatic dependent launch
   int max_cluster;   // CTAs of a cluster; 0 before sm_90
   int arch = 0;      // ten times the compute capability: 90 for 9.0

@@ -1,6 +1,6 @@
-// The forward of norms over channels: core/channels_first.h. A lane has the same few pixels in many
-// channels, so that a warp reads neighbouring pixels, and the sums of a pixel are those of a lane
-// and then of a few warps. Compiled by NVRTC; torch-free.
+// Forward of norms over channels (core/channels_first.h). A lane has the same few pixels in many
+// channels, so a warp reads neighbouring pixels. The sums of a pixel are added up in a lane and
+// then over a few warps. Compiled by NVRTC; torch-free.
 #pragma once
 
 #include "cuda/channels_first.cuh"
@@ -8,7 +8,7 @@
 
 namespace fused_op::cuda {
 
-// The forward of a tile, of which a kernel makes all from what it keeps, or reads it again.
+// Forward of a tile. A kernel either keeps the tile in registers or reads it again for each pass.
 template <typename Op, bool kKept>
 struct ChannelsFirstForward {
   using A = typename Op::A;
@@ -22,7 +22,7 @@ struct ChannelsFirstForward {
   const Channels<Op, kKept>& x;
   const Sums& sums;
 
-  // As moments_of_lanes of forward_rows.cuh.
+  // Finds the moments of each pixel as moments_of_lanes() of forward_rows.cuh does.
   __device__ __forceinline__ void find_moments(A scale, bool refined,
                                                Moments<A> (&moments)[N]) const {
     const A inverse = reciprocal(static_cast<A>(place.channels));
@@ -77,7 +77,8 @@ struct ChannelsFirstForward {
     }
   }
 
-  // Of lanes past the last pixel, whose elements are zeros, too.
+  // Whether all moments of this lane are trusted(). This holds in lanes past the last pixel, whose
+  // elements are zeros.
   __device__ __forceinline__ bool trusts(const Moments<A> (&moments)[N]) const {
     bool all = true;
 #pragma unroll
@@ -120,9 +121,9 @@ struct ChannelsFirstForward {
   }
 };
 
-// All of a group with pixels that are not trusted(): those alone get other moments than before,
-// with the mean refined, and then times Limits::kScale. A function of its own, so that the common
-// path pays no registers for it.
+// Finishes a group with pixels whose moments are not trusted(). Only these pixels get new moments:
+// with a refined mean, and if the squares overflowed, of elements times Limits::kScale. It is a
+// function of its own so that the common path pays no registers for it.
 template <typename Op>
 __device__ __noinline__ void finish_untrusted_pixels(
     const ChannelsFirstForwardArgs& args, std::int64_t number, std::int64_t tiles,
@@ -157,7 +158,7 @@ __device__ __noinline__ void finish_untrusted_pixels(
   forward.write(moments, scales);
 }
 
-// grid: a group of threads for each tile; block: (kWarpSize, kWarps, kGroups).
+// grid: enough CTAs for one group of threads a tile; block: (kWarpSize, kWarps, kGroups).
 template <typename Op>
 __global__ void __launch_bounds__(Op::kThreads, Op::kCtasPerSm)
     channels_first_forward_kernel(const __grid_constant__ ChannelsFirstForwardArgs args,
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(Op::kThreads, Op::kCtasPerSm)
   const Forward forward{args, place, x, sums};
   Moments<A> moments[Op::N];
   forward.find_moments(A(1), false, moments);
-  // The same decision in every warp of a group, as all have the same moments.
+  // Every warp of a group decides the same, because all have the same moments.
   if (__any_sync(kAllLanes, !forward.trusts(moments))) {
     finish_untrusted_pixels<Op>(args, number, tiles, {shared});
     return;

@@ -1,6 +1,6 @@
-// The forward of long rows where clusters are (sm_90): the CTAs of one share a row, which stays in
-// their registers, and send each other the moments of its parts. Several such clusters are on an
-// SM, of which some load while others store. Compiled by nvcc and by NVRTC; torch-free.
+// Forward of long rows on GPUs with clusters (sm_90). The CTAs of a cluster share a row, which
+// stays in their registers, and send each other the moments of its parts. An SM runs CTAs of
+// several clusters, so some load while others store. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include "cuda/cluster_exchange.cuh"
@@ -8,7 +8,7 @@
 
 namespace fused_op::cuda {
 
-// The packs of one part of a warp.
+// The packs of the k-th part of a warp.
 template <typename Tile, int kPacks, typename T, int N>
 __device__ __forceinline__ const Pack<T, N> (&packs_of_part(const Pack<T, N> (&packs)[kPacks],
                                                             int k)) [Tile::kVectors] {
@@ -33,13 +33,13 @@ __device__ __forceinline__
   }
 }
 
-// grid: a cluster a row, of as many CTAs as it takes to have cta_parts of its parts in each; block:
-// a warp for every Tile::kParts of these, of which cta_parts is a multiple. No CTA is without a
-// part.
+// grid: one cluster a row, with as many CTAs as it takes to give each of them cta_parts parts;
+// block: one warp for every Tile::kParts of these. cta_parts is a multiple of Tile::kParts. No CTA
+// is without a part.
 template <typename Op, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     forward_cluster_kernel(const __grid_constant__ typename Op::Args args, int cta_parts) {
-#if __CUDA_ARCH__ >= 900  // never launched before
+#if __CUDA_ARCH__ >= 900  // the kernel is never launched on older GPUs
   using Norm = typename Op::Norm;
   using Source = typename Op::Source;
   using Access = typename Op::Access;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   stay_packed(packs);
   const Moments<A> moments = merge_slots<Norm, Tile>(slots, width);
   const bool saves = cta_begin == 0 && thread == 0;
-  if (!trusted(moments, static_cast<A>(width))) {  // in the whole cluster
+  if (!trusted(moments, static_cast<A>(width))) {  // all CTAs of the cluster decide the same
     const int end = min(first_part + Tile::kParts, row_parts);
     finish_untrusted_long<Op, Tile, A>(args, row, first_part, end, 1, saves,
                                        ClusterParts<A>{slots, ctas});

@@ -1,6 +1,6 @@
-// The forward of rows no longer than a vector, which lie one after the other: a CTA copies those
-// that it has as one span to shared memory and back, and a thread has whole rows. Bits are those of
-// forward_kernel with one lane a row. Compiled by nvcc and by NVRTC; torch-free.
+// Forward of rows that are no longer than a vector and lie one after another. A CTA copies its rows
+// as one span into shared memory and back, and each thread processes whole rows. The bits are those
+// of forward_kernel with one lane a row. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include "cuda/forward_rows.cuh"
@@ -19,10 +19,10 @@ struct FlatTile {
   template <typename T>
   static constexpr int kCopies = (kRows * kCols + kVector<T> - 1) / kVector<T>;
   using RowLane = Lane<1, kPack, kCols / kPack, false>;
-  using Access = std::conditional_t<kCols % kPack == 0, Vectors, Words>;  // to parameters
+  using Access = std::conditional_t<kCols % kPack == 0, Vectors, Words>;  // for parameters
 };
 
-// Rows of a CTA in shared memory.
+// The rows of a CTA in shared memory.
 template <typename Tile, typename T>
 struct FlatSpan {
   static constexpr int N = Tile::kPack;
@@ -54,7 +54,8 @@ struct FlatSpan {
       }
     }
   }
-  // All threads: `span` elements of global memory, which begin at a multiple of 16 bytes.
+  // Copies `span` elements of global memory, which begin there at a multiple of 16 bytes. All
+  // threads of the CTA take part.
   __device__ __forceinline__ void read(const T* from, int span) const {
     constexpr int kElements = kVector<T>;
     uint4 words[Tile::template kCopies<T>];
@@ -103,7 +104,8 @@ struct FlatSpan {
   }
 };
 
-// Moments of a row that are not trusted(), taken again pack by pack: Rescue::moments().
+// Computes the moments of a row again, pack by pack, because they were not trusted(). See
+// Rescue::moments().
 template <typename Norm, typename Tile, typename T, typename A>
 __device__ __forceinline__ Moments<A> moments_again(const FlatSpan<Tile, T>& span, int row,
                                                     A scale) {
@@ -175,9 +177,9 @@ __global__ void __launch_bounds__(kFlatThreads)
       target.store(row, i, rounded<Y>(values));
     }
   };
-  // Without a branch, so that the rows of a thread overlap. Those past the last one have any
-  // values, and are stored nowhere else than in shared memory.
-  unsigned untrusted = 0;  // a bit a row
+  // No branch tests whether a row exists, so that the rows of a thread overlap. Rows past the last
+  // one hold arbitrary values, and are stored only in shared memory.
+  unsigned untrusted = 0;  // one bit for each row
 #pragma unroll
   for (int r = 0; r < Tile::kRows; ++r) {
     const int row = r * kFlatThreads + static_cast<int>(threadIdx.x);

@@ -1,7 +1,7 @@
-// The forward of many long rows in turn (sm_90): a cluster keeps weight and bias in registers,
-// copies rows into shared memory some turns ahead, and takes the moments of the next row while
-// those of this one are on their way between its CTAs. For rows that need no work before their
-// moments; LayerNorm gains most. Compiled by nvcc and by NVRTC; torch-free.
+// Forward of many long rows in turn (sm_90). A cluster keeps weight and bias in registers, copies
+// rows into shared memory some turns ahead, and computes the moments of the next row while those of
+// the current row travel between its CTAs. For rows that need no work before their moments;
+// LayerNorm gains most. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include <type_traits>
@@ -12,14 +12,14 @@
 namespace fused_op::cuda {
 
 // A warp's part of some rows, which one lane copies into shared memory in bulk (PTX ISA:
-// cp.async.bulk, mbarrier); the L2 cache evicts last what they are copied from.
+// cp.async.bulk, mbarrier). The L2 cache evicts the source of the copies last.
 template <typename Tile>
 struct StagedParts {
   static constexpr int kPartBytes = Tile::kPartCols / Tile::kPack * kVectorBytes;
 
-  std::uint32_t held;         // of stage 0, in shared memory
-  std::uint32_t arrivals;     // [kInTurnStages] mbarriers
-  std::uint32_t stage_bytes;  // from one stage to the next
+  std::uint32_t held;         // address of stage 0 in shared memory
+  std::uint32_t arrivals;     // address of kInTurnStages mbarriers
+  std::uint32_t stage_bytes;  // bytes from one stage to the next
 
   __device__ __forceinline__ void begin() const {
     if (threadIdx.x % kWarpSize == 0) {
@@ -30,7 +30,7 @@ struct StagedParts {
       publish_barriers();
     }
   }
-  // `bytes` of the part from its first column on, 0 at the least, are in the row.
+  // Starts to copy the first `bytes` bytes of the part, which are those inside the row.
   __device__ __forceinline__ void copy(int stage, const void* from, int bytes) const {
     __syncwarp();  // all lanes have read what is overwritten now
     if (threadIdx.x % kWarpSize == 0) {
@@ -42,8 +42,9 @@ struct StagedParts {
           : "memory");
     }
   }
-  // The stage was filled an even (0) or odd (1) number of times before. (ClusterExchange waits with
-  // the scope of the cluster: there other CTAs write what arrives.)
+  // Waits for a stage that was filled an even (0) or odd (1) number of times before.
+  // (ClusterExchange waits with the scope of the cluster, because other CTAs write what arrives
+  // there.)
   __device__ __forceinline__ void await(int stage, unsigned times) const {
     asm volatile(
         "{\n"
@@ -57,10 +58,10 @@ struct StagedParts {
   }
 };
 
-// This lane's packs of a stage, read when they are wanted.
+// This lane's packs of a stage. Each is read from shared memory when it is needed.
 template <typename Row, int N>
 struct HeldPacks {
-  std::uint32_t first;  // in shared memory
+  std::uint32_t first;  // address in shared memory
 
   __device__ __forceinline__ Pack<Row, N> operator[](int i) const {
     Pack<Row, N> pack;
@@ -88,7 +89,7 @@ __device__ __forceinline__ void write_held(
     for (int j = 0; j < N; ++j) {
       values[j] = Op::Norm::normalized(values[j], normalizer);
     }
-    if constexpr (Op::Norm::kCentered) {  // 64 registers otherwise
+    if constexpr (Op::Norm::kCentered) {  // unpacked weight and bias would take 64 registers
       stay_packed(parameters[i]);
     }
     const typename Op::Epilogue::template Beside<N, 1> nothing{};
@@ -101,12 +102,12 @@ __device__ __forceinline__ void write_held(
   }
 }
 
-// grid: clusters of as many CTAs as it takes to have cta_parts parts of a row in each; block: a
-// warp for each of them. Dynamic shared memory: kInTurnStages times these parts.
+// grid: clusters with as many CTAs as it takes to give each of them cta_parts parts of a row;
+// block: one warp for each part. Dynamic shared memory: kInTurnStages times these parts.
 template <typename Op, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     forward_in_turn_kernel(const __grid_constant__ NormForwardArgs args, int cta_parts) {
-#if __CUDA_ARCH__ >= 900  // never launched before
+#if __CUDA_ARCH__ >= 900  // the kernel is never launched on older GPUs
   using Norm = typename Op::Norm;
   using Source = typename Op::Source;
   using Epilogue = typename Op::Epilogue;
@@ -125,8 +126,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   const int width = static_cast<int>(args.cols);
   const int row_parts = (width + Tile::kPartCols - 1) / Tile::kPartCols;
   const int part = static_cast<int>(cluster_rank()) * cta_parts + warp;
-  const int count = min(width - part * Tile::kPartCols, Tile::kPartCols);  // negative: no part
-  // Made where it is used: in registers of its own it makes LayerNorm spill.
+  const int count = min(width - part * Tile::kPartCols, Tile::kPartCols);  // 0 or less: no part
+  // The lane is made where it is used. In registers of its own it makes LayerNorm spill.
   using LaneOfPart = Lane<kWarpSize, Tile::kStep, 0, true>;
   const auto lane = [&] {
     return LaneOfPart{part * Tile::kPartCols + static_cast<int>(threadIdx.x % kWarpSize) * N,
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   typename Epilogue::template Parameters<N> parameters[Tile::kVectors];
   load_parameters<Op, Tile>(args, first_row, lane(), parameters);
   exchange.ready();
-  if (count <= 0) {  // a warp too many in the last CTA
+  if (count <= 0) {  // a surplus warp of the last CTA
     return;
   }
 
@@ -173,7 +174,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     exchange.send(number, part, moments_of_part<Op, Tile, A>(lane(), held_in(stage), count));
   };
   send(0, 0, 0);
-  unsigned number = 0;  // of the cluster's rows
+  unsigned number = 0;  // counts the cluster's rows
   for (std::int64_t row = first_row; row < args.rows; row += clusters, ++number) {
     const int stage = static_cast<int>(number % kInTurnStages);
     if (row + clusters < args.rows) {
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     WarpMoments<A>* const of_row = exchange.await(number);
     const Moments<A> moments = merge_slots<Norm, Tile>(of_row, width);
     const bool saves = part == 0 && thread == 0;
-    if (!trusted(moments, static_cast<A>(width))) {  // in the whole cluster
+    if (!trusted(moments, static_cast<A>(width))) {  // all CTAs of the cluster decide the same
       finish_untrusted_long<Op, Tile, A>(args, row, part, part + 1, 1, saves,
                                          ClusterParts<A>{of_row, ctas});
     } else {

@@ -21,7 +21,7 @@ struct PostAddPreOp : Pre {
   static_assert(std::is_same_v<X, typename Post::Epilogue::Output>);
   static_assert(std::is_same_v<X, typename Pre::Source::Row>, "one deal of the elements to lanes");
 
-  // The branch takes the place of the input.
+  // Normalises the branch, which Pre loaded as its input.
   template <typename Tile, typename Lane, typename Loaded>
   __device__ __forceinline__ static void prepare(const Args& args, const ForwardPlace& place,
                                                  const Lane& lane, Loaded& loaded) {
@@ -40,7 +40,7 @@ struct PostAddPreOp : Pre {
   }
 
  private:
-  // Called like the members of forward_kernel's ops, so that the bits are those of the norm alone.
+  // Repeats the steps of forward_kernel, so that the bits are those of the norm alone.
   template <typename Tile, typename Lane, int N, int kVectors>
   __device__ __forceinline__ static Moments<A> moments_of(const ForwardPlace& place,
                                                           const Lane& lane,
@@ -95,8 +95,8 @@ struct PostAddPreOp : Pre {
     }
   }
 
-  // For a row that goes through memory. Loads both parts again, so that no register is kept
-  // meanwhile; the branch lies where the sum will be.
+  // For a row that finish_untrusted() has written to memory. Loads both parts again, so that no
+  // register is kept meanwhile. The branch lies where the sum will be.
   template <typename Tile, typename Lane, typename Loaded>
   __device__ __forceinline__ static void load_written(const Args& args, const ForwardPlace& place,
                                                       const Lane& lane, Loaded& loaded) {
@@ -111,7 +111,7 @@ struct PostAddPreOp : Pre {
   }
 };
 
-// If only the sum is wanted.
+// The op of a call that wants only the sum.
 template <typename Post, typename Pre>
 struct PostAddOp : PostAddPreOp<Post, Pre> {
   static constexpr bool kSumIsAll = true;

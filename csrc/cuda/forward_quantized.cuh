@@ -8,12 +8,12 @@
 
 namespace fused_op::cuda {
 
-// A row of which a lane holds the rounded packs.
+// A row whose rounded packs a lane holds.
 template <typename As, typename Tile, typename Lane, typename Y>
 struct QuantizedRow {
   static constexpr int N = Tile::kPack;
   static constexpr int kVectors = Tile::kVectors;
-  // Of a block: neighbouring lanes, and packs of each.
+  // How many packs of a lane, and how many neighbouring lanes, a block spans.
   static constexpr int kBlockPacks = Tile::kStep < kBlockCols ? kBlockCols / Tile::kStep : 1;
   static constexpr int kBlockLanes = Tile::kStep < kBlockCols ? Tile::kLanes : kBlockCols / N;
   static_assert(kWarpSize * N % kBlockCols == 0, "no block is in two warps");
@@ -41,7 +41,7 @@ struct QuantizedRow {
     return scale_of(largest, As::rule(), DTypeOf<Y>::kValue);
   }
 
-  // All threads of the row.
+  // All threads of the row call this.
   __device__ __forceinline__ float largest_of_row() const {
     float most = largest_of_lanes<Y, Tile::kLanes>(largest(0, kVectors));
     if (!Tile::kOneWarp && place.warps > 1) {
@@ -137,7 +137,7 @@ struct QuantizedOp : Op_ {
     QuantizedRow<As, Tile, Lane, Y>{args.to, place, lane, results}.run();
   }
 
-  // The row takes the way of the others.
+  // Reads the row again, and then writes it like all others.
   template <typename Tile>
   __device__ __forceinline__ static void write_again(const Args& args,
                                                      const Rescue<QuantizedOp, Tile, A>& rescue,

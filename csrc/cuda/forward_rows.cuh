@@ -15,7 +15,8 @@
 
 namespace fused_op::cuda {
 
-// What an SM is sure to hold. ptxas refuses __launch_bounds__ of more threads than there are.
+// How many threads any SM of the architecture holds. ptxas refuses __launch_bounds__ that exceed
+// it.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kMostSmThreads = 1024;
 #else
@@ -36,7 +37,7 @@ struct ForwardTile {
   static constexpr int kThreads = kThreads_;
   static constexpr int kCtasPerSm =
       kCtasPerSm_ * kThreads <= kMostSmThreads ? kCtasPerSm_ : kMostSmThreads / kThreads;
-  static constexpr int kWidth = kWidth_;  // of the rows; 0: known at run time
+  static constexpr int kWidth = kWidth_;  // columns; 0: known at run time
   static constexpr bool kFull = kFull_;   // then no lane has a pack past the end of a row
 
   static constexpr int kStep = kLanes * kPack;
@@ -103,15 +104,15 @@ __device__ __forceinline__ Moments<A> moments_of_lanes(const Lane& lane,
 
 // The position of a thread.
 struct ForwardPlace {
-  std::int64_t row;  // of lanes past the last row: another one
+  std::int64_t row;  // in lanes past the last row: the last one
   bool live;         // false in those lanes
   int lane;
-  int warp;   // of the row
-  int warps;  // of the row
+  int warp;   // number of the warp in its row
+  int warps;  // warps of the row
 };
 
-// Rows that share a warp are as many rows apart as there are warps, an even number. If rows are
-// dense, all of them begin in the middle of a word, or none does.
+// Rows that share a warp are as many rows apart as the CTA has warps, which is an even number. If
+// rows are dense, either all of them begin in the middle of a word or none does.
 template <typename Tile>
 __device__ __forceinline__ ForwardPlace place_of(const NormForwardArgs& args, int width) {
   const int thread = static_cast<int>(threadIdx.x);
@@ -167,7 +168,7 @@ struct Rescue {
     const typename Op::Source source(args, place.row);
     source.template read<Words>(lane, pack);
   }
-  // With a refined mean, of elements times `scale`.
+  // The moments of the elements times `scale`, with a refined mean.
   __device__ Moments<A> moments(A scale) const {
     WarpMoments<A> mine{};
 #pragma unroll 1
@@ -217,10 +218,9 @@ struct Rescue {
   }
 };
 
-// The rest of the kernel for a warp with a row whose moments are not trusted(). A function of its
-// own, which ends the kernel, so that the common path pays neither registers nor length for it. It
-// computes its place again: a reference to the kernel's would put that on the stack of every
-// thread.
+// Finishes the kernel for a warp that has a row whose moments are not trusted(). It is a function
+// of its own so that the common path pays neither registers nor length for it. It computes its
+// place again: a reference to the kernel's would put that on the stack of every thread.
 template <typename Op, typename Tile, typename A>
 __device__ __noinline__ void finish_untrusted(const typename Op::Args& args, int width,
                                               Moments<A> moments, WarpMoments<A>* parts) {
@@ -375,7 +375,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     exchange.barrier();
     moments = merge_parts<Norm::kCentered, kMaxRowWarps>(parts, place.warps, inverse_cols);
   }
-  // The same decision in every thread of a row; rows that share a warp go together.
+  // Every thread of a row decides the same. Rows that share a warp go together.
   if (!__all_sync(kAllLanes, trusted(moments, static_cast<A>(width)))) {
     finish_untrusted<Op, Tile>(args, width, moments, parts);
     return;

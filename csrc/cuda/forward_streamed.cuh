@@ -1,4 +1,4 @@
-// The forward of rows of any length on any GPU: a CTA reads its row twice, once for the moments and
+// Forward of rows of any length on any GPU. A CTA reads its row twice, once for the moments and
 // once to normalise it. What the second pass reads is the row itself: the input, or the sum that
 // the first pass stored. For rows that no cluster holds, and GPUs without clusters. Compiled by
 // nvcc and by NVRTC; torch-free.
@@ -8,7 +8,7 @@
 
 namespace fused_op::cuda {
 
-// The moments of the warps' parts to their slots: warp w has parts w, w + warps and so on.
+// Puts the moments of the warps' parts into their slots. Warp w has parts w, w + warps and so on.
 template <typename Op, typename Tile, typename A>
 __device__ __forceinline__ void read_row(const typename Op::Source& source, std::int64_t width,
                                          std::int64_t parts, const CtaExchange<A>& exchange) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void read_row(const typename Op::Source& source, std:
   }
 }
 
-// grid: a CTA a row; block: Tile::kThreads.
+// grid: one CTA a row; block: Tile::kThreads.
 template <typename Op, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     forward_streamed_kernel(const __grid_constant__ typename Op::Args args) {

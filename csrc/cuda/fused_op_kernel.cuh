@@ -8,10 +8,10 @@
 //   forward_rows.cuh          forward_kernel
 //   forward_post_add_pre.cuh  the same, with a norm and an addition before it
 //   forward_flat.cuh          forward_flat_kernel: rows no longer than a vector
-//   quantize_pack.cuh         packs of an output to 8 bits, by quantized_plan.h
+//   quantize_pack.cuh         how packs of an output become 8 bits: quantized_plan.h
 //   forward_quantized.cuh     forward_kernel with an output in 8 bits
 //   quantize_rows.cuh         quantize_rows_kernel, for outputs in memory
-//   channels_first.cuh        how threads share pixels and channels, by channels_first.h
+//   channels_first.cuh        how threads share pixels and channels: channels_first.h
 //   forward_channels_first.cuh
 //                             channels_first_forward_kernel: norms over the channels of images
 //   long_rows.cuh             the parts of a row that is too long for a CTA's registers

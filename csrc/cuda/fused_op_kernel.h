@@ -20,8 +20,8 @@ namespace fused_op::cuda {
 // of the variant's own arguments.
 cudaError_t norm_forward(const NormForwardArgs& args, const Variant* variant, cudaStream_t stream);
 
-// The same with its output in 8 bits. Unless the output is quantised in registers, it has to be in
-// memory, too.
+// The same with an output in 8 bits. Unless it is quantised in registers, the unquantised output
+// has to be in memory, too.
 bool quantizes_in_registers(const NormForwardArgs& args);
 cudaError_t norm_quantized(const NormForwardArgs& args, const Quantization& to,
                            cudaStream_t stream);
@@ -29,7 +29,7 @@ cudaError_t norm_quantized(const NormForwardArgs& args, const Quantization& to,
 // Two norms in one kernel. Returns nothing, and launches nothing, if no kernel takes the call.
 std::optional<cudaError_t> post_add_pre_forward(PostAddPreForwardArgs& args, cudaStream_t stream);
 
-// Norms over channels, and what backward needs of scratch.
+// Norms over channels, and the bytes of scratch that their backward needs.
 cudaError_t channels_first_forward(const ChannelsFirstForwardArgs& args, cudaStream_t stream);
 std::size_t channels_first_workspace(const ChannelsFirstBackwardArgs& args);
 cudaError_t channels_first_backward(const ChannelsFirstBackwardArgs& args, cudaStream_t stream);

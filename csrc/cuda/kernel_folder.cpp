@@ -93,8 +93,8 @@ std::string random_suffix() {
 
 FolderLock::~FolderLock() {
   if (file_ >= 0) {
-    ::unlinkat(folder_, name_.c_str(),
-               0);            // first, so that nobody takes a lock on a file that goes
+    // Removed first, so that nobody locks a file that is about to go.
+    ::unlinkat(folder_, name_.c_str(), 0);
     ::flock(file_, LOCK_UN);  // close() would leave the lock to a child forked in the meantime
     ::close(file_);
   }

@@ -47,8 +47,6 @@ CUdevice handle_of(const Driver& driver, const DeviceInfo& device) {
   return handle;
 }
 
-// --- Loading -------------------------------------------------------------------------------------
-
 struct Failure {
   std::string problem;  // empty: none
   bool is_lasting = true;
@@ -78,7 +76,7 @@ CUresult ensure_context(const Driver& driver, const DeviceInfo& device) {
   return driver.set_context(context);
 }
 
-// Loads the code on the device, which otherwise the first launch would do.
+// Loads the code on the device, as the first launch would otherwise do.
 Failure put_on(const Driver& driver, CUkernel kernel, const DeviceInfo& device) {
   if (const CUresult result = ensure_context(driver, device)) {
     return failure(driver, "making a context current", result);

@@ -49,8 +49,8 @@ class KeyBits {
 
 inline std::uint64_t bits(auto value) { return static_cast<std::uint64_t>(value); }
 
-// The kernel of that key (see find_kernel). Throws KernelError if it is not available; no slower
-// kernel takes its calls.
+// The kernel of that key (see find_kernel). Throws KernelError if it is not available, because no
+// slower kernel takes its calls.
 template <typename Source>
 const Kernel& require_kernel(const KernelKey& key, const DeviceInfo& device, Source&& source) {
   if (const Kernel* const kernel = find_kernel(key, device, source)) [[likely]] {
@@ -99,7 +99,8 @@ void launch_forward(const NormForwardArgs& args, const Variant* variant, const D
 void launch_quantized(const QuantizedForwardArgs& args, const DeviceInfo& device,
                       cudaStream_t stream);
 
-// Returns false, and launches nothing, if no kernel takes both norms. Fills in what is null.
+// Returns false, and launches nothing, if no kernel takes both norms. Fills in `input` and
+// `post.output`, which are null.
 bool launch_post_add_pre(PostAddPreForwardArgs& args, const DeviceInfo& device,
                          cudaStream_t stream);
 

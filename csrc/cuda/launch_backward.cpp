@@ -137,7 +137,7 @@ void launch_add_partials(const Kernel& kernel, const NormBackwardArgs& args,
   const int grads = grads_of(spec.norm);
   const std::int64_t cols = args.cols * groups_of(spec);
   const dim3 grid(static_cast<unsigned>(ceil_div(cols, shape.cols)), static_cast<unsigned>(grads));
-  // With programmatic launch its CTAs start on whichever SMs free up first, and pile up there.
+  // With programmatic launch, these CTAs start on whichever SMs free up first, and pile up there.
   // Unused shared memory limits each SM to its share.
   const int ctas = static_cast<int>(grid.x * grid.y);
   const auto per_sm = static_cast<int>(ceil_div(ctas, device.multiprocessors));

@@ -35,8 +35,8 @@ struct LongCall {
   bool wants_sums() const { return args.grad_weight != nullptr || args.grad_bias != nullptr; }
 };
 
-// How many clusters take the rows: as many as the device runs at once. 0 if there is no room for
-// one.
+// How many clusters process the rows: as many as the device runs at once, or 0 if it has no room
+// for one.
 std::int64_t active_clusters(const Kernel& kernel, const LongCall& call) {
   const auto bytes = static_cast<int>(call.plan.cluster_shared_bytes);
   if (!kernel.allow_shared(bytes, call.device) ||

@@ -32,7 +32,7 @@ struct LongTile {
   static constexpr int kPacks = kVectors * kParts;  // of a lane
 };
 
-// The packs of one lane where a row may have any length: like Lane of access.cuh.
+// The packs of one lane, in a row of any length: like Lane of access.cuh.
 template <int kStep_, bool kKeep_>
 struct LongLane {
   static constexpr int kLanes = kWarpSize;
@@ -59,8 +59,8 @@ __device__ __forceinline__ LongLane<Tile::kStep, kKeep> lane_of_part(std::int64_
   return {part * Tile::kPartCols + lane * Tile::kPack, width};
 }
 
-// Makes the compiler forget what it knows of packs: it would keep the elements that it unpacks, in
-// twice the registers, for when it needs them again.
+// Makes the compiler forget what it knows of packs. Otherwise it would keep the unpacked elements,
+// in twice the registers, until it needs them again.
 template <typename Packs>
 __device__ __forceinline__ void stay_packed(Packs& packs) {
   auto* const words = reinterpret_cast<std::uint32_t*>(&packs);
@@ -70,8 +70,8 @@ __device__ __forceinline__ void stay_packed(Packs& packs) {
   }
 }
 
-// Adds add(x - from, totals) up for a lane's elements of a part, in one short chain of sums a pack;
-// packs[i] is pack i.
+// Calls add(x - from, terms) for a lane's elements of a part and adds the terms to the totals, in
+// one short chain of sums for each pack. packs[i] is pack i.
 template <bool kWhole, int N, int kVectors, typename Lane, typename Packs, typename A, int kTerms,
           typename Add>
 __device__ __forceinline__ void add_deviations(const Lane& lane, const Packs& packs, A from,
@@ -140,7 +140,7 @@ __device__ __forceinline__ Moments<A> merge_slots(const WarpMoments<A>* slots, s
   return merge_parts<Norm::kCentered, kMaxSlots>(slots, count, reciprocal(static_cast<A>(width)));
 }
 
-// The parameters of a lane's first packs.
+// Loads the parameters of a lane's first packs.
 template <typename Op, typename Tile, typename Lane, typename Parameters, int kCount>
 __device__ __forceinline__ void load_parameters(const typename Op::Args& args, std::int64_t row,
                                                 const Lane& lane,
@@ -163,7 +163,7 @@ struct PartsOfWarp {
   Exchange exchange;
 };
 
-// A row whose moments have to be taken again, one pack of each lane at a time: slow, and rare.
+// Computes the moments of a row again, one pack of each lane at a time: slow, and rare.
 template <typename Op, typename Tile, typename A, typename Exchange>
 struct LongRescue {
   using Norm = typename Op::Norm;
@@ -183,7 +183,7 @@ struct LongRescue {
     const typename Op::Source source(args, row);
     source.template read<Words>(lane, pack);
   }
-  // With the mean refined, of elements times `scale`.
+  // The moments of one pack of each lane, of elements times `scale`, with a refined mean.
   __device__ WarpMoments<A> moments_of_pack(std::int64_t part, int i, A scale) const {
     const OnePack lane = lane_of(part, i);
     Pack<Row, N> pack[1];
@@ -194,7 +194,7 @@ struct LongRescue {
   }
   __device__ Moments<A> moments(A scale) const {
     const Exchange& exchange = parts.exchange;
-    exchange.barrier();  // read by all before it is written again
+    exchange.barrier();  // all have read before it is written again
 #pragma unroll 1
     for (std::int64_t part = parts.begin; part < parts.end; part += parts.step) {
       const int slot = static_cast<int>(part % kMaxSlots);
@@ -240,8 +240,8 @@ struct LongRescue {
   }
 };
 
-// The rest of a row whose moments are not trusted(); all threads of the row call it. A function of
-// its own, so that the common path pays neither registers nor length for it.
+// Finishes a row whose moments are not trusted(). All threads of the row call it. It is a function
+// of its own so that the common path pays neither registers nor length for it.
 template <typename Op, typename Tile, typename A, typename Exchange>
 __device__ __noinline__ void finish_untrusted_long(const typename Op::Args& args, std::int64_t row,
                                                    std::int64_t begin, std::int64_t end, int step,

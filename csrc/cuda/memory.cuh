@@ -46,8 +46,8 @@ __device__ __forceinline__ std::uint64_t evict_last() {
 // multiples of 128: 125 104 at 5957x11264, 129 107 at 5041x13312 (H200, bf16, LayerNorm).
 constexpr int kStagedAlignment = 128;
 
-// Copies 16 bytes past the L1 cache; __pipeline_commit and __pipeline_wait_prior count the copies.
-// Before sm_80, the thread itself copies.
+// Copies 16 bytes past the L1 cache, asynchronously: see end_copy_group(). Before sm_80, the thread
+// itself copies.
 template <typename Fetch = FetchWords>
 __device__ __forceinline__ void copy_async(std::uint32_t to, std::uintptr_t from) {
 #if __CUDA_ARCH__ >= 800

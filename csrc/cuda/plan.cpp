@@ -114,7 +114,8 @@ constexpr int kSmThreadsWords[] = {0,    1280, 1280, 1280, 1280, 1280, 1280, 128
 constexpr int kSmThreadsMoreWords[] = {0,   768, 768, 768, 768, 768, 768, 768, 768, 512, 512,
                                        512, 512, 512, 512, 512, 512, 512, 512, 512, 512};
 
-// The same for all calls of a type: which lane holds an element does not depend on a residual.
+// These are the same for all calls of a type, because which lane holds an element must not depend
+// on a residual.
 Limits limits_of(const ForwardSpec& spec, bool odd) {
   if (odd) {
     return {8, 20, 16, 16, kSmThreadsWords, kSmThreadsWords};
@@ -144,7 +145,7 @@ int threads_of_sm(const ForwardSpec& spec, bool odd, bool aligned, const Grid& g
   if (spec.row == DType::kFloat64) {
     return kSmThreadsDouble[grid.units];
   }
-  // Dropout of 16-bit rows that fill their lanes: 0.81 of copy; with 768 threads 0.74, at 8192x8192
+  // Dropout of 16-bit rows that fill their lanes: 0.81 of copy at 8192x8192; with 768 threads 0.74.
   const bool fits_dropout = spec.dropout && !spec.adds && aligned && full && grid.units == 4 &&
                             size_of(spec.row) + size_of(spec.parameters) == 4 &&
                             size_of(spec.output) == 2;
@@ -204,7 +205,7 @@ bool fills_core_tile(const ForwardSpec& spec, std::int64_t cols) {
          core_tile(vectors_of(spec, cols), false) >= 0;
 }
 
-// How the lanes of a row take its units, at any address.
+// How the units of a row are dealt to its lanes, whatever its address.
 Grid grid_of(const ForwardSpec& spec, std::int64_t cols) {
   if (fills_core_tile(spec, cols)) {
     const std::int64_t vectors = vectors_of(spec, cols);
@@ -340,7 +341,8 @@ std::string tile_name(const ForwardPlan& plan) {
                  number(plan.width), flag(plan.core)});
 }
 
-// Rows of one type are dealt to lanes as in each norm alone, so the sums have the same bits.
+// If all rows have one type, they are dealt to lanes as in each norm alone, so the sums have the
+// same bits.
 bool meet_in_registers(const PostAddPreForwardArgs& args) {
   const DType dtype = args.post.input.dtype;
   return args.residual.dtype == dtype && args.dtype == dtype &&

@@ -51,7 +51,7 @@ struct ForwardSpec {
   DType row;  // of the values that are normalised: the input or the sum
   DType parameters;
   DType output;
-  const Variant* variant = nullptr;  // null: none; has the other types
+  const Variant* variant = nullptr;  // null: none; a variant has the other types
 };
 ForwardSpec spec_of(const NormForwardArgs& args, const Variant* variant = nullptr);
 
@@ -110,7 +110,7 @@ std::string tile_name(const ForwardPlan& plan);  // the second template argument
 std::string quantized_kernel_name(const ForwardSpec& spec, const ForwardPlan& plan,
                                   const QuantizeRule& rule);
 std::string quantize_rows_kernel_name(DType output, const QuantizeRule& rule);
-// Which of the two takes a call.
+// Whether the first of the two takes a call.
 bool quantizes_in_registers(const NormForwardArgs& args);
 
 // Two norms with an addition between them: whether one kernel takes them, and with which plan.
@@ -273,7 +273,7 @@ BackwardLongPlan plan_backward_long(const BackwardSpec& spec, std::int64_t rows,
                                     const DeviceInfo& device);
 BackwardLongPlan plan_backward_long(const NormBackwardArgs& args, const BackwardSpec& spec,
                                     const DeviceInfo& device);
-// The row sums are the same, whatever is done with dx.
+// The spec of the kernel of row sums. They are the same, whatever is done with dx.
 BackwardSpec row_sums_spec(const BackwardSpec& spec);
 std::string row_sums_kernel_name(const BackwardSpec& spec, const BackwardLongPlan& plan);
 std::string columns_kernel_name(const BackwardSpec& spec, const BackwardLongPlan& plan);

@@ -41,7 +41,8 @@ int widest(const BackwardSpec& spec) {
   return size;
 }
 
-// Elements that a lane takes as one pack or several: 16 bytes of the narrowest stream.
+// The elements of a unit, which a lane takes as one pack or several: 16 bytes of the narrowest
+// stream.
 int unit_of(const BackwardSpec& spec) {
   const Streams streams = streams_of(spec);
   int size = std::min(size_of(spec.input), spec.adds ? size_of(spec.residual) : 8);
@@ -67,8 +68,9 @@ struct Grid {
   int threads = kMostThreads;
 };
 
-// Two units a lane in a larger CTA, which keeps no values, if three or four would leave lanes or
-// rows idle. H200, bf16, us with three and with two: 104 98 at 21845x3072, 176 160 at 6712x9999.
+// A larger CTA, whose lanes have two units and keep no values. It is used if three or four units
+// would leave lanes or rows idle. H200, bf16, us with three and with two: 104 98 at 21845x3072, 176
+// 160 at 6712x9999.
 constexpr int kWideThreads = 640;
 
 // The merit of a number of units a lane: the share of a CTA's lanes that have work. It is lower if
@@ -124,8 +126,9 @@ Grid best_grid(const BackwardSpec& spec, std::int64_t units, bool odd) {
   const std::int64_t wide = fits_wide ? merit(units, 2, kWideThreads) : 0;
   const std::int64_t three = merit(units, 3);
   const std::int64_t four = merit(units, 4);
-  // Of equal merit, three units are better than two, which then leave lanes idle: 0.90 0.92 of add
-  // at 174762x768 (H200, bf16). Not so with the gradient of a sum, nor for RMSNorm by words.
+  // If the merits are equal, three units are better, because two then leave lanes idle: two 0.90,
+  // three 0.92 of add at 174762x768 (H200, bf16). With the gradient of a sum, and for RMSNorm by
+  // words, two are better.
   const bool two_at_tie = odd ? spec.norm != NormKind::kLayerNorm : spec.adds;
   if (two >= wide && two >= four && (two_at_tie ? two >= three : two > three)) {
     return grid(2);
@@ -159,7 +162,7 @@ int core_tile(const BackwardSpec& spec, std::int64_t cols) {
   return -1;
 }
 
-// How the lanes of a row take its units, at any address.
+// How the units of a row are dealt to its lanes, whatever its address.
 Grid grid_of(const BackwardSpec& spec, std::int64_t cols) {
   const std::int64_t units = ceil_div(cols, unit_of(spec));
   const int tile = core_tile(spec, cols);
@@ -197,7 +200,7 @@ bool keeps_values(const BackwardSpec& spec, std::int64_t cols, const BackwardPla
          (spec.norm != NormKind::kLayerNorm || (full && !spec.adds));
 }
 
-// The tile of a row that is moved this way.
+// The tile of rows that move in this way.
 BackwardPlan tile_of(const BackwardSpec& spec, std::int64_t cols, Move move) {
   const bool odd = by_words(spec, cols);
   const Grid grid = grid_of(spec, cols);
@@ -241,8 +244,8 @@ std::int64_t threads_with_room(const BackwardPlan& plan, const BackwardSpec& spe
   return threads / unit * unit;
 }
 
-// Rows in flight: three if all threads of an SM's CTAs have room for them, and always in the core
-// table's tiles with one vector a lane.
+// Sets the rows in flight: three if all threads of an SM's CTAs have room for them, and always in
+// the core table's tiles with one vector a lane.
 void fit_shared(BackwardPlan& plan, const BackwardSpec& spec, const DeviceInfo& device) {
   plan.stages = 3;
   const std::int64_t groups = plan.most_threads / plan.lanes;
@@ -267,8 +270,8 @@ bool has_room(const BackwardSpec& spec, std::int64_t cols, const DeviceInfo& dev
   return threads_with_room(plan, spec, device) > 0;
 }
 
-// With fewer rows for each team of threads, the time before its first row and after its last one
-// counts.
+// If a team of threads has fewer rows than this, the time before its first row and after its last
+// one matters.
 constexpr std::int64_t kFewSteps = 16;
 
 // The number of CTAs for each group: the one that leaves the fewest steps to the busiest SM,
@@ -301,8 +304,9 @@ void lay_rows(BackwardPlan& plan, const BackwardSpec& spec, std::int64_t rows, s
   // and then as many rows side by side as it holds.
   const std::int64_t most_rows = most / plan.row_threads;
   const std::int64_t rows_of_cta = rows <= most_rows ? rows : ceil_div(rows, multiprocessors);
-  // One row in eight fewer if there are many and no lane is idle. Share of add with all rows and
-  // with fewer: 0.945 0.957 at 131072x1024, 0.917 0.923 at 262144x256 (H200, bf16).
+  // With many rows and no idle lane, a CTA takes an eighth less of them side by side. Share of add
+  // with all rows and with fewer: 0.945 0.957 at 131072x1024, 0.917 0.923 at 262144x256 (H200,
+  // bf16).
   const std::int64_t own = std::int64_t{plan.vectors} * plan.pack;
   const bool full = plan.lanes == kWarpSize && plan.move == Move::kVectors &&
                     own <= 2 * unit_of(spec) && cols == plan.row_threads * own;
@@ -382,8 +386,8 @@ BackwardPlan plan_backward(const BackwardSpec& spec, std::int64_t rows, std::int
   BackwardPlan plan = tile_of(spec, cols, most_aligned);
   fit_shared(plan, spec, device);
   lay_rows(plan, spec, rows, cols, device);
-  // Two rows in flight, because the first one then arrives sooner. us with three and with two: 8.1
-  // 7.4 at 2000x1024, 48.2 47.4 at 2048x12288 (H200, bf16).
+  // If there are few rows, two in flight are better, because the first one then arrives sooner. us
+  // with three and with two: 8.1 7.4 at 2000x1024, 48.2 47.4 at 2048x12288 (H200, bf16).
   const std::int64_t steps = ceil_div(rows, plan.ctas * plan.side_by_side);
   if (steps <= kFewSteps && plan.most_threads == kMostThreads) {
     plan.stages = 2;

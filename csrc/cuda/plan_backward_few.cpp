@@ -14,7 +14,8 @@ constexpr std::int64_t kMostBytes = 2 << 20;  // of x
 
 constexpr int kThreads = 256;  // of a CTA, unless a row needs more
 constexpr int kMostThreads = 512;
-// The words that a lane can hold in registers. Moved by words, 96 spill, and 72 beside Philox.
+// How many words a lane can hold in registers. Rows moved by words spill with 96, and beside Philox
+// with 72.
 constexpr int kMostHeldWords = 80;
 constexpr int kMostDroppingWords = 64;
 

@@ -11,7 +11,7 @@ namespace {
 // 16x65536, 28.3 22.3 at 32x65536 (bf16, H200).
 constexpr std::int64_t kFewestClusterRows = 32;
 
-// Rows of a chunk: with fewer, partial sums and their addition cost more than they save.
+// The fewest rows of a chunk. With fewer, partial sums and their addition cost more than they save.
 constexpr std::int64_t kFewestChunkRows = 16;
 constexpr std::int64_t kMostChunks = 65535;  // of a grid
 constexpr int kCtasPerSm = 8;

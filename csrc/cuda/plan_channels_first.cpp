@@ -12,15 +12,15 @@ namespace {
 
 constexpr int kMaxWarps = 16;       // of a group
 constexpr int kLeastWarps = 8;      // of a CTA
-constexpr int kCtasPerSm = 2;       // that a wide pack has to leave work for
-constexpr int kLeastBytes = 4;      // of a pack, unless addresses ask for fewer
+constexpr int kCtasPerSm = 2;       // wide packs are used only if they leave this many
+constexpr int kLeastBytes = 4;      // of a pack, unless addresses allow only fewer
 constexpr int kReadAgainBytes = 8;  // of a pack of channels that are not kept
-// Words of a thread for what it keeps and for what it computes, of 128 registers: with 64, kernels
+// How many words a thread may keep and compute with, of 128 registers. With 64 registers, kernels
 // of some shapes spill.
 constexpr int kMostForwardWords = 56;
 constexpr int kMostBackwardWords = 60;
 
-// Sums have an order that follows from it: a function of the channels alone.
+// The warps of a group. The order of sums follows from them, so they depend on the channels alone.
 int warps_of(std::int64_t channels) {
   int warps = 1;
   while (warps < kMaxWarps && channels > 16 * warps) {
@@ -111,7 +111,7 @@ ChannelsFirstPlan plan_channels_first(const ChannelsFirstForwardArgs& args,
 ChannelsFirstPlan plan_channels_first(const ChannelsFirstBackwardArgs& args,
                                       const DeviceInfo& device) {
   const bool sums = args.grad_weight != nullptr || args.grad_bias != nullptr;
-  // Whether sums are wanted changes no bit of dx.
+  // dx has the same bits whether or not sums are wanted.
   ChannelsFirstPlan plan =
       plan_of({.dtype = args.dtype,
                .rows = args.rows,

@@ -13,8 +13,8 @@ namespace {
 constexpr int kMaxWarps = 16;  // of a CTA
 constexpr int kWarps = 8;      // of a CTA that shares its SM with others
 
-// A lane has four units of a part; with float64, two. Of rows moved by words it has the same number
-// of elements, but 16 of a 32-bit row beside narrower streams.
+// A lane has four units of a part, or two of float64. If rows move by words, it has the same number
+// of elements, but only 16 of a 32-bit row beside narrower streams.
 void deal_parts(const ForwardSpec& spec, std::int64_t cols, LongForwardPlan& plan) {
   const Deal deal = deal_of(spec);
   const int size = size_of(spec.row);
@@ -72,20 +72,21 @@ int many_ctas_per_sm(const ForwardSpec& spec, bool odd, const LongForwardPlan& p
   return 4;
 }
 
-// Many rows. A lane has two parts if it holds nothing else.
+// The plan for many rows. A lane has two parts if it holds nothing else.
 bool plan_many(const ForwardSpec& spec, std::int64_t parts, bool odd, const DeviceInfo& device,
                LongForwardPlan& plan) {
   plan.form = LongForm::kCluster;
   plan.parts = is_even_plain(spec, plan) ? 2 : 1;
-  // Share of copy with one row and with two: 0.95 0.98 at 4096x32768, bf16, RMSNorm.
+  // Share of copy with one pack of parameters in flight and with two: 0.95 0.98 at 4096x32768,
+  // bf16, RMSNorm.
   plan.ahead = plan.parts == 2 && size_of(spec.row) == 2 && !spec.dropout ? 2 : 1;
   plan.most_threads = kWarps * kWarpSize;
   plan.ctas_per_sm = many_ctas_per_sm(spec, odd, plan);
   return lay_over_cluster(parts, kWarps, device.max_cluster, plan);
 }
 
-// Few rows, each over enough CTAs to fill the GPU, with four parts or more in each; and rows that
-// need more than CTAs of 256 threads.
+// The plan for few rows, which are each spread over enough CTAs to fill the GPU, with four parts or
+// more in each CTA; and for rows that need more than CTAs of 256 threads.
 bool plan_few(std::int64_t parts, std::int64_t rows, const DeviceInfo& device,
               LongForwardPlan& plan) {
   plan.form = LongForm::kCluster;
@@ -104,7 +105,7 @@ bool plan_few(std::int64_t parts, std::int64_t rows, const DeviceInfo& device,
                           plan);
 }
 
-// Rows in turn. Each warp has one part of a row.
+// The plan for rows in turn. Each warp has one part of a row.
 bool plan_in_turn(const ForwardSpec& spec, std::int64_t parts, const DeviceInfo& device,
                   LongForwardPlan& plan) {
   const std::int64_t stage_bytes =
@@ -193,7 +194,7 @@ LongForwardPlan plan_long_forward(const ForwardSpec& spec, std::int64_t rows, st
 
 std::int64_t ctas_in_turn(const LongForwardPlan& plan, std::int64_t rows, int active) {
   std::int64_t clusters = std::int64_t{active} * (kMaxWarps / plan.cta_parts);  // side by side
-  // The largest CTAs in two waves; one begins where the other ends.
+  // The largest CTAs run in two waves; one begins where the other ends.
   if (plan.cluster <= 2 && plan.cta_parts == kMaxWarps && rows >= clusters * 32) {
     clusters = ceil_div(rows, ceil_div(rows, 2 * clusters));
   }

@@ -1,5 +1,5 @@
-// Packs of an output to 8 bits, and the largest magnitude of lanes: what the kernels that quantise
-// share. Compiled by nvcc and by NVRTC; torch-free.
+// Rounds packs of an output to 8 bits, and finds the largest magnitude of lanes: what the kernels
+// that quantise share. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include "core/convert.h"
@@ -35,10 +35,8 @@ struct DTypeOf<float> {
   static constexpr DType kValue = DType::kFloat32;
 };
 
-// --- The largest magnitude -----------------------------------------------------------------------
-
-// Of elements of 16 bits, in both halves of a word; of float, its bits. Magnitudes compare as their
-// bits do.
+// The largest magnitude of a pack and of `so_far`, as bits, which compare as magnitudes do. With
+// elements of 16 bits, each half of the word has a maximum of its own.
 template <typename Y, int N>
 __device__ __forceinline__ std::uint32_t largest_of_pack(const Pack<Y, N>& pack,
                                                          std::uint32_t so_far) {
@@ -59,7 +57,8 @@ __device__ __forceinline__ std::uint32_t largest_of_pack(const Pack<Y, N>& pack,
   return so_far;
 }
 
-// The largest of kLanes neighbouring lanes, valid in each of them, as a float. All 32 lanes call.
+// The largest of kLanes neighbouring lanes, as a float, valid in each of them. All 32 lanes call
+// it.
 template <typename Y, int kLanes>
 __device__ __forceinline__ float largest_of_lanes(std::uint32_t largest) {
   if constexpr (sizeof(Y) == 2) {
@@ -87,8 +86,6 @@ __device__ __forceinline__ float largest_of_lanes(std::uint32_t largest) {
   }
 }
 
-// --- To 8 bits -----------------------------------------------------------------------------------
-
 // What is done to each value that a scale covers.
 struct Scaler {
   float divisor;
@@ -97,14 +94,14 @@ struct Scaler {
 
 template <typename As>
 __device__ __forceinline__ Scaler scaler_of(const Scale& scale) {
-  // The quotient below takes an infinite divisor for the largest finite one, of which all finite
-  // values are 0 times as well.
+  // For an infinite divisor, the quotient below takes the largest finite one. The factor is 0 then,
+  // and so is the quotient of all finite values.
   return {fminf(scale.decode, 0x1.fffffep127f), scale.factor};
 }
 
-// value · factor, or value / divisor to the last bit: the quotient's error is exact in a fused
-// multiplication and addition, and the factor is the divisor's rounded inverse (Markstein 1990).
-// What is too small for that is 0 in 8 bits; signs as here, -0 stays -0.
+// value · factor, or value / divisor to the last bit: a fused multiplication and addition gives the
+// quotient's error exactly, and the factor is the divisor's rounded inverse (Markstein 1990).
+// Values too small for that become 0 in 8 bits. With the signs as they are here, -0 stays -0.
 template <typename As>
 __device__ __forceinline__ float scaled(float value, const Scaler& scaler) {
   const float quotient = value * scaler.factor;
@@ -115,7 +112,7 @@ __device__ __forceinline__ float scaled(float value, const Scaler& scaler) {
   }
 }
 
-// Two values, the first in the lowest byte.
+// Two values in 8 bits, the first in the lowest byte.
 template <Format kFormat>
 __device__ __forceinline__ std::uint32_t quantized_pair(float low, float high) {
 #if __CUDA_ARCH__ >= 890
@@ -163,7 +160,7 @@ __device__ __forceinline__ Pack<Byte, N> quantized_pack(const Pack<Y, N>& pack,
   return bytes;
 }
 
-// Stores it where the consumer looks for it.
+// Stores a scale where its consumer looks for it.
 __device__ __forceinline__ void store_scale(const Quantization& to, std::int64_t row,
                                             std::int64_t block, const Scale& scale) {
   const std::int64_t place = row * to.row_stride + block * to.block_stride;

@@ -1,6 +1,6 @@
-// Rows of an output in memory to 8 bits and scales: the second half of what forward_quantized.cuh
-// does at once, for the rows that it does not take: those too long for a CTA, and those that are
-// not whole vectors. Compiled by nvcc and by NVRTC; torch-free.
+// Rounds rows of an output in memory to 8 bits and stores their scales. This is the second half of
+// what forward_quantized.cuh does at once, for the rows that it does not take: those too long for a
+// CTA, and those that are not whole vectors. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include "cuda/dependent_launch.cuh"
@@ -45,7 +45,7 @@ struct OutputRow {
   }
 };
 
-// grid: a CTA a row. A block of 128 columns is a warp's.
+// grid: one CTA a row. A block of 128 columns belongs to one warp.
 template <typename Y, typename As>
 __global__ void __launch_bounds__(kQuantizeThreads)
     quantize_rows_kernel(const __grid_constant__ QuantizedForwardArgs args) {
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kQuantizeThreads)
       store_scale(args.to, number, 0, scale);
     }
   }
-  // All lanes of a warp, or none: in each of its steps a warp has one block.
+  // In each step a warp has one block, so all of its lanes take part or none.
   const std::int64_t warp_first = thread / kWarpSize * kBlockCols;
   for (std::int64_t first = warp_first; first < args.cols; first += kQuantizeThreads * N) {
     const std::int64_t col = first + thread % kWarpSize * N;

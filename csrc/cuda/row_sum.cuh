@@ -1,6 +1,6 @@
-// Sums over the threads of one row: lane -> warp -> warps in index order. The order is a function
-// of the row's tile alone (never of the grid, the row's number or its address), so a row gives the
-// same bits wherever it stands. Device code only; torch-free.
+// Sums over the threads of one row: over lanes, and then over warps in index order. The order is a
+// function of the row's tile alone (never of the grid, the row's number or its address), so a row
+// gives the same bits wherever it stands. Device code only; torch-free.
 #pragma once
 
 #include "core/norm_math.h"
@@ -10,8 +10,8 @@ namespace fused_op::cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// 1 / value for a normal value, exact or off by one unit in the last place. Three instructions; the
-// compiler's division takes twenty and a call.
+// 1 / value for a normal value, exact or off by one unit in the last place. It takes three
+// instructions; the compiler's division takes twenty and a call.
 __device__ __forceinline__ float reciprocal(float value) {
   float estimate;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(value));
@@ -19,7 +19,7 @@ __device__ __forceinline__ float reciprocal(float value) {
 }
 __device__ __forceinline__ double reciprocal(double value) { return 1.0 / value; }
 
-// Sum over groups of kLanes neighbouring lanes; valid in every lane. All 32 lanes must call.
+// Sum over groups of kLanes neighbouring lanes; valid in every lane. All 32 lanes must call it.
 template <int kLanes, typename A>
 __device__ __forceinline__ A lane_sum(A value) {
 #pragma unroll
@@ -29,7 +29,8 @@ __device__ __forceinline__ A lane_sum(A value) {
   return value;
 }
 
-// The same of several values, side by side. (lane_sum made of it schedules other instructions.)
+// The same for several values, side by side. (lane_sum does not call it: its instructions would be
+// scheduled differently.)
 template <int kLanes, int kValues, typename A>
 __device__ __forceinline__ void lane_sums(A (&values)[kValues]) {
 #pragma unroll
@@ -69,8 +70,8 @@ struct WarpMoments {
   Moments<A> moments;
 };
 
-// Appends `next` to the moments of a warp's share so far. (The square of the difference by itself
-// may overflow where so_far is empty.)
+// Appends `next` to the moments of a warp's share so far. (The square of the difference is not
+// computed by itself, because it may overflow if so_far is empty.)
 template <typename A>
 __device__ __forceinline__ WarpMoments<A> append(const WarpMoments<A>& so_far,
                                                  const WarpMoments<A>& next) {
@@ -89,15 +90,15 @@ __device__ __forceinline__ WarpMoments<A> append(const WarpMoments<A>& so_far,
 }
 
 // Merges `count` parts, `parts[0]` among them; valid in every lane. Of every kLanes neighbouring
-// lanes, lane i takes every kLanes-th part. Means are only ever compared with the first part's
-// mean: no cancellation, and a constant row stays exactly constant.
+// lanes, lane i takes every kLanes-th part. Means enter as distances from the first part's mean, or
+// from the merged mean if that cancels too much. A constant row therefore stays exactly constant.
 template <bool kCentered, int kMaxParts, typename A>
 __device__ __forceinline__ Moments<A> merge_parts(const WarpMoments<A>* parts, int count,
                                                   A inverse_cols) {
   constexpr int kLanes = kMaxParts < kWarpSize ? kMaxParts : kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  // The sums over all parts of what add_terms(part, totals) adds. Up to kLanes parts, there is one
-  // a lane, and no loop.
+  // The sums over all parts of what add_terms(part, totals) adds. If there are at most kLanes
+  // parts, each lane has one, and there is no loop.
   const auto sum = [&]<int kTerms>(A(&totals)[kTerms], auto&& add_terms) {
     if (lane < count) {
       add_terms(parts[lane], totals);
@@ -119,8 +120,8 @@ __device__ __forceinline__ Moments<A> merge_parts(const WarpMoments<A>* parts, i
     const auto deviation = [](const WarpMoments<A>& part, A from) {
       return part.count > A(0) ? part.moments.mean - from + part.moments.rest : A(0);
     };
-    // H200, bf16, LayerNorm, with two sums one after the other and with these: 0.957 0.967 of the
-    // limit at 16384x8192, 2.04 1.95 us at 3x4096.
+    // H200, bf16, LayerNorm, with two sums one after the other and with both at once: 0.957 0.967
+    // of the limit at 16384x8192, 2.04 1.95 us at 3x4096.
     const auto merge = [&](A pivot) {
       A sums[2] = {};
       sum(sums, [&](const WarpMoments<A>& part, A(&to)[2]) {

@@ -18,20 +18,20 @@ namespace fused_op::cuda {
 
 // One stream's row of a group of lanes in shared memory.
 //
-//   kLaneBytes      from a lane's part to the next lane's
-//   kLaneDistance   in global memory, from where a lane copies to where the next one does
+//   kLaneBytes      bytes from a lane's part to the next lane's
+//   kLaneDistance   bytes of global memory from where a lane copies to where the next one does
 //   copy()          starts the copies of a lane
-//   load()          pack i, from the lane's part; `shift` is the row's against blocks of 16 bytes
+//   load()          pack i, from the lane's part; `shift` is the row's offset in a 16-byte block
 template <typename Access, typename Tile, typename T>
-struct StagedStream {  // of words
+struct StagedStream {  // by words
   static constexpr int N = Tile::kPack;
   static constexpr int kBytes =
       staged_bytes(true, N, Tile::kLanes, Tile::kVectors, static_cast<int>(sizeof(T)));
   static constexpr int kLaneBytes = N * static_cast<int>(sizeof(T));
   static constexpr int kLaneDistance = kVectorBytes;
 
-  // `to` is the lane's part, `from` its first block but for the shift. Where `whole`, the row's
-  // last block is copied with what comes after the row.
+  // `to` is the lane's part; `from` is the address of its first block plus the row's shift. If
+  // `whole`, all of the row's last block is copied, with what comes after the row.
   template <typename Lane>
   __device__ __forceinline__ static void copy(const Lane& lane, int lane_of_row, bool whole,
                                               std::uint32_t to, std::uintptr_t from) {
@@ -75,7 +75,7 @@ struct StagedStream {  // of words
       for (int k = 0; k < kWords + (kHalves ? 1 : 0); ++k) {
         load_shared_bytes<4>(at + (kHalves ? shift & ~3 : shift) + 4 * k, words + k);
       }
-      // Without a branch, which would keep the loads of a row apart.
+      // There is no branch, because it would keep the loads of a row apart.
       [[maybe_unused]] const std::uint32_t bytes = shift % 4 != 0 ? 0x5432 : 0x3210;
 #pragma unroll
       for (int k = 0; k < kWords; ++k) {
@@ -100,8 +100,9 @@ struct StagedStream<Vectors, Tile, T> {
   template <typename Lane>
   __device__ __forceinline__ static void copy(const Lane& lane, int, bool, std::uint32_t to,
                                               std::uintptr_t from) {
-    // Lines: us of words and lines 102.5 101.3 at 1048576x64, 53.1 52.5 at 8192x4096, but with
-    // three vectors 200 206 at 174762x768 (bf16, H200).
+    // Whole lines are better with up to two vectors. us of words and of lines: 102.5 101.3 at
+    // 1048576x64, 53.1 52.5 at 8192x4096, but with three vectors 200 206 at 174762x768 (bf16,
+    // H200).
     using Fetch = std::conditional_t<Tile::kVectors <= 2, FetchLine, FetchWords>;
 #pragma unroll
     for (int i = 0; i < Tile::kVectors; ++i) {
@@ -152,13 +153,14 @@ class StagedRows {
  public:
   static constexpr int kStageBytes = kOffset<2> + (kStreams == 3 ? Stream<2>::kBytes : 0);
   static constexpr int kGroupBytes = Tile::kStages * kStageBytes;
-  // Packs that are sure to be in the row mix, branches keep the others apart: of 32 elements a
-  // lane, or 24 with a sum, registers do not suffice for several packs at once.
+  // The compiler interleaves packs that are sure to be in the row, whereas branches keep the others
+  // apart. With 32 elements a lane, or 24 with a sum, registers do not suffice for several packs at
+  // once, so none counts as sure.
   static constexpr int kSure =
       Access::kWhole && Tile::kPack * Tile::kVectors > (kStreams == 3 ? 16 : 24) ? 0 : Tile::kSure;
   using RowLane = Lane<Tile::kLanes, Tile::kStep, kSure, false>;
 
-  // `at`: kGroupBytes of shared memory, of this lane's group.
+  // `at`: kGroupBytes of shared memory that belong to this lane's group.
   __device__ __forceinline__ StagedRows(const Args& args, const BackwardSteps& steps,
                                         std::uint32_t at, std::int64_t first_row,
                                         const RowLane& lane, int lane_of_row)
@@ -191,7 +193,7 @@ class StagedRows {
     here_ = here_ == begin_ + (Tile::kStages - 1) * kStageBytes ? begin_ : here_ + kStageBytes;
   }
 
-  // Pack i of the row at hand, in x (0), dy (1) or the third stream.
+  // Pack i of the current row, in x (0), dy (1) or the third stream.
   template <int kStream>
   __device__ __forceinline__ Pack<Element<kStream>, N> load(int i) const {
     const auto at_hand =
@@ -245,7 +247,7 @@ class StagedRows {
         ahead_[s] += steps_.bytes[s];
       }
     }
-    end_copy_group();  // an empty one too: the count of groups is the count of rows
+    end_copy_group();  // even if it is empty, because groups count rows
   }
 
   const Args& args_;
@@ -253,12 +255,12 @@ class StagedRows {
   RowLane lane_;
   int lane_of_row_;
   std::uint32_t begin_;             // this lane's part of the first stage
-  std::uint32_t here_;              // of the row at hand
+  std::uint32_t here_;              // this lane's part of the current row's stage
   std::uintptr_t ahead_[kStreams];  // where this lane copies the next row from
 };
 
-// The parameters of a lane's packs: in registers, or in shared memory of the lane's own. There
-// they lie 16 bytes by 16 bytes, the lanes' side by side.
+// The parameters of a lane's packs, in registers or in shared memory that only this lane uses.
+// There they lie in blocks of 16 bytes, and the same block of all lanes lies side by side.
 template <typename Parameters, typename Tile>
 class LaneParameters {
   static constexpr int kWords = static_cast<int>(sizeof(Parameters)) / 4;  // of a pack
@@ -288,7 +290,7 @@ class LaneParameters {
       }
     }
   }
-  // Packs come in order, 0 first; some may be left out from one of a whole block on.
+  // Packs come in order, 0 first. The first one after packs that were left out must begin a block.
   __device__ __forceinline__ Parameters get(int i) {
     if constexpr (Tile::kParametersStay) {
       return kept_[i];
@@ -310,7 +312,7 @@ class LaneParameters {
 
  private:
   std::uint32_t part_;
-  std::uint32_t block_[4];  // words on their way
+  std::uint32_t block_[4];  // the block that is being filled or read
   Parameters kept_[Tile::kParametersStay ? Tile::kVectors : 1];
 };
 

@@ -1,18 +1,17 @@
-// Stands in for libcuda.so.1 in kernel_table.cpp: counts what is called, and fails on
-// request. A library's code is "good", "not for this driver" or "too large"; its kernel is its own
-// address.
+// Stands in for libcuda.so.1 in kernel_table.cpp. It counts calls, and fails on request. The code
+// of a library is "good", "not for this driver" or "too large"; its kernel is its own address.
 #include <cuda.h>
 
 #include <cstring>
 
 extern "C" {
 
-int fake_loads = 0;  // libraries
+int fake_loads = 0;  // libraries loaded
 int fake_unloads = 0;
 int fake_functions = 0;           // kernels put on a device
-int fake_attributes = 0;          // set
-int fake_questions = 0;           // about active clusters
-int fake_retained = 0;            // primary contexts
+int fake_attributes = 0;          // attributes set
+int fake_questions = 0;           // questions about active clusters
+int fake_retained = 0;            // primary contexts retained
 int fake_last_attribute[3] = {};  // attribute, value, device
 bool fake_out_of_memory = false;
 int fake_forbidden = 0;  // what a graph capture forbids, unless the thread's mode is relaxed

@@ -1,5 +1,6 @@
-// The table of kernels, on a driver and a compiler that count and fail on request: see
-// test_kernel_table.py, which builds it and passes the name of a test. Exit status 0: it holds.
+// Tests of the table of kernels, with a driver and a compiler that count and fail on request.
+// test_kernel_table.py builds this and passes the name of a test. Exit status 0 means that it
+// passed.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <sys/wait.h>
@@ -24,7 +25,7 @@
     }                                                                         \
   } while (false)
 
-// --- The compiler: a kernel's name says how it goes ----------------------------------------------
+// --- The compiler, which does what a kernel's name says ------------------------------------------
 
 namespace fused_op::cuda {
 
@@ -51,7 +52,7 @@ std::string compile_options() { return ""; }
 
 }  // namespace fused_op::cuda
 
-// --- The runtime, as far as it knows the kernels of the extension --------------------------------
+// --- The runtime, which knows the kernels of the extension ---------------------------------------
 
 static const char for_other_gpus = 0;
 cudaError_t cudaGetKernel(cudaKernel_t* kernel, const void* entry) {
@@ -94,7 +95,7 @@ void test_found_once() {
   EXPECT(kernel->shared_bytes() == 1000);
   EXPECT(find(1) == kernel && sources == 1 && compilations == 1);
   EXPECT(count("fake_loads") == 1 && count("fake_functions") == 1);
-  // Another architecture, and the two halves of the key: other kernels.
+  // Other kernels: one for another architecture, and one that differs in the other half of the key.
   const Kernel* const older = find(1, "good", 1, 80);
   const Kernel* const higher =
       find_kernel({0, 1}, device(0), [] { return KernelSource{"toy.cuh", "higher"}; });
@@ -104,7 +105,7 @@ void test_found_once() {
 }
 
 void test_every_device() {
-  // One library for all of an architecture; the code is put on each device before a launch.
+  // An architecture has one library. Its code is put on each device before a launch there.
   const Kernel* const kernel = find(1);
   EXPECT(count("fake_retained") == 1);  // there was no current context
   EXPECT(find(1, "good", 63) == kernel && find(1, "good", 63) == kernel);
@@ -118,7 +119,7 @@ void test_during_a_capture() {
   find(2, "not for this driver");
   EXPECT(count("fake_forbidden") == 0);
   const int mode = reinterpret_cast<int (*)()>(&fake<char>("fake_mode_now"))();
-  EXPECT(mode == 0);  // as before: global
+  EXPECT(mode == 0);  // the global mode, as before
 }
 
 void test_failures_are_remembered() {
@@ -155,7 +156,7 @@ void test_package() {
   write_package({"toy.cuh", "good"}, 80, {"symbol", "good"}, package_folder());
   write_package({"toy.cuh", "refused"}, 80, {"symbol", "not for this driver"}, package_folder());
   EXPECT(find(1, "good", 0, 86)->origin() == Origin::kPackage && compilations == 0);
-  // What the driver does not take is compiled.
+  // If the driver refuses the package's code, the kernel is compiled.
   EXPECT(find(2, "refused", 0, 80)->origin() == Origin::kCompiled && compilations == 1);
 }
 
@@ -181,7 +182,7 @@ void test_built_in() {
   EXPECT(kernel != nullptr && kernel->origin() == Origin::kCore && kernel->function() == &here);
   EXPECT(kernel->registers() == 64 && compilations == 0 && count("fake_loads") == 0);
   EXPECT(find_built_in(1, &here) == kernel && count("fake_forbidden") == 0);
-  // One that was compiled for other GPUs is compiled for this.
+  // If the extension was compiled for other GPUs, the kernel is compiled for this one.
   const Kernel* const other = find_built_in(2, &for_other_gpus);
   EXPECT(other != nullptr && other->origin() == Origin::kCompiled && compilations == 1);
 }
@@ -211,7 +212,7 @@ void test_attributes() {
   EXPECT(!kernel.allow_shared(most + 1, device(0)));
   EXPECT(count("fake_attributes") == 0);
   EXPECT(kernel.allow_shared((48 << 10) - 999, device(0)) && kernel.allow_shared(most, device(0)));
-  EXPECT(count("fake_attributes") == 1);  // of all that there is: the next launch may need more
+  EXPECT(count("fake_attributes") == 1);  // to all there is: the next launch may need more
   const int* const last = &fake<int>("fake_last_attribute");
   EXPECT(last[0] == 8 /* CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES */ && last[1] == most);
   EXPECT(kernel.allow_shared(most, device(5)) && kernel.allow_shared(most, device(5)));
@@ -270,7 +271,8 @@ void test_threads() {
 }
 
 void test_fork() {
-  // While another thread is at a miss: the child has its own, and the other thread's kernel too.
+  // Forks while another thread is at a miss. The child finds its own kernels, and the other
+  // thread's.
   find(1);
   std::thread slow([] { find(2, "slow"); });
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
@@ -285,7 +287,7 @@ void test_fork() {
   EXPECT(status == 0);
 }
 
-void test_speed() {  // for the reader: no assertion
+void test_speed() {  // for a reader of the output; nothing is asserted
   for (std::uint64_t i = 0; i < 300; ++i) {
     find(i << 8 | i << 40);
   }

@@ -1,4 +1,5 @@
-// The rules that plans of backward keep, and the calls that they are held to. plans.cpp runs them.
+// The rules that plans of backward keep, and the calls that are checked against them. Run by
+// plans.cpp.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -12,7 +13,7 @@
 namespace fused_op::cuda {
 namespace {
 
-// What a call has beside its types.
+// What a call has besides its types.
 struct Call {
   std::int64_t rows;
   std::int64_t cols;
@@ -21,7 +22,7 @@ struct Call {
   bool adds_sums;
 };
 
-// Bytes of a column in shared memory, of one row.
+// Bytes of shared memory for one column of one row.
 int staged_column(const BackwardSpec& spec) {
   return size_of(read_as_x(spec)) + size_of(spec.grad_output) + (spec.adds ? size_of(spec.row) : 0);
 }
@@ -31,7 +32,7 @@ int widest_stream(const BackwardSpec& spec) {
   return spec.adds ? std::max({widest, size_of(spec.row), size_of(spec.residual)}) : widest;
 }
 
-// Columns of 16 bytes of the narrowest stream.
+// How many columns 16 bytes of the narrowest stream hold.
 int unit(const BackwardSpec& spec) {
   int narrowest =
       std::min({size_of(read_as_x(spec)), size_of(spec.grad_output), size_of(spec.input)});
@@ -41,8 +42,9 @@ int unit(const BackwardSpec& spec) {
   return 16 / narrowest;
 }
 
-// Whether a row need not fit: it is longer than the kernel has lanes for, or two rows in flight
-// leave no room in the share of a CTA. The grid of lanes and the parameters take a third on top.
+// Whether a row need not fit: it is longer than the lanes of the kernel can hold, or two rows in
+// flight and the parameters may exceed the shared memory of a CTA. The grid of lanes may add a
+// third to their bytes.
 bool may_be_too_long(const BackwardSpec& spec, std::int64_t cols, const DeviceInfo& device) {
   const std::int64_t most_cols = 2048 * unit(spec);
   const int parameters = std::max(size_of(spec.parameters), 4) * (spec.recovers ? 2 : 1);
@@ -113,7 +115,7 @@ const char* broken_launch(const BackwardSpec& spec, const BackwardPlan& plan, co
   return plan.partials_bytes == (partials ? bytes : 0) ? nullptr : "bytes of partial sums";
 }
 
-// Few rows, beside the plan of many of the same width.
+// A plan of few rows, compared with the plan of many rows of the same width.
 const char* broken_rule(const BackwardSpec& spec, const BackwardFewPlan& plan,
                         const BackwardPlan& many, const Call& call, bool wants_rows) {
   if (many.pack != plan.pack || many.lanes != plan.lanes || many.vectors != plan.vectors ||
@@ -139,7 +141,7 @@ const char* broken_rule(const BackwardSpec& spec, const BackwardFewPlan& plan,
   return plan.row_ctas + plan.slabs > 0 ? nullptr : "an empty grid";
 }
 
-// Rows of any length, those that fit into a CTA too.
+// Rows of any length, including those that fit into a CTA.
 const char* broken_rule(const BackwardSpec& spec, const BackwardLongPlan& plan, const Call& call,
                         const DeviceInfo& device, const BackwardLongPlan& first) {
   const int unit = plan.pack * plan.vectors;
@@ -194,8 +196,8 @@ DeviceInfo gpu(int multiprocessors, int shared_kib) {
 }
 
 void check(const BackwardSpec& spec, std::int64_t cols) {
-  // Shared memory decides the tile, SMs and rows how many rows a CTA has: two GPUs of each size of
-  // shared memory and four numbers of rows, in turn.
+  // Shared memory decides the tile; SMs and rows decide how many rows a CTA has. The two GPUs of
+  // each size of shared memory and the four numbers of rows therefore take turns.
   static const std::array<std::array<DeviceInfo, 2>, 4> kDevices = {{
       {gpu(1, 64), gpu(14, 64)},
       {gpu(40, 99), gpu(192, 99)},
@@ -211,7 +213,7 @@ void check(const BackwardSpec& spec, std::int64_t cols) {
     int calls = 0;
     for (const std::int64_t rows : kRows[cols % 5 % 2]) {
       for (const Move move : {Move::kVectors, Move::kWords, Move::kWholeWords}) {
-        // What the two decide does not depend on the row: in turn.
+        // wants_sums and adds_sums decide nothing that depends on the row, so they take turns.
         const Call call{rows, cols, move, cols % 2 == 0, cols % 3 == 0};
         const BackwardPlan plan =
             plan_backward(spec, rows, cols, move, call.wants_sums, call.adds_sums, device);
@@ -245,7 +247,8 @@ void check(const BackwardSpec& spec, std::int64_t cols) {
   }
 }
 
-// Long rows, and what a launch makes of them on GPUs with clusters of 16 CTAs, of 8, and without.
+// Long rows, and what a launch makes of them on GPUs with clusters of 16 CTAs, of 8 CTAs, and
+// without clusters.
 void check_long(const BackwardSpec& spec, std::int64_t cols) {
   BackwardLongPlan first{};
   for (const auto [multiprocessors, shared_kib, most_cluster] :
@@ -271,7 +274,8 @@ void check_long(const BackwardSpec& spec, std::int64_t cols) {
   }
 }
 
-// Every combination of element types and options. float16 is left out: plans know sizes alone.
+// Every combination of element types and options. float16 is left out, because plans know only
+// sizes.
 std::vector<BackwardSpec> all_backward_specs() {
   std::vector<BackwardSpec> specs;
   const auto add = [&](BackwardSpec spec) {

@@ -1,4 +1,4 @@
-// The rules that plans of norms over the channels of images keep: see plans.cpp.
+// The rules that plans of norms over the channels of images keep. Run by plans.cpp.
 #include <bit>
 #include <vector>
 
@@ -8,8 +8,8 @@ namespace fused_op::cuda {
 namespace {
 
 constexpr int kMostThreads = 512;
-constexpr int kMostBarriers = 15;                // named ones, one for each group
-constexpr std::int64_t kMostShared = 48 * 1024;  // bytes that are there without asking
+constexpr int kMostBarriers = 15;                // named barriers, one for each group
+constexpr std::int64_t kMostShared = 48 * 1024;  // bytes that a kernel may use without asking
 constexpr std::int64_t kMostCtas = (std::int64_t{1} << 31) - 1;
 
 struct Call {
@@ -18,7 +18,7 @@ struct Call {
   std::uintptr_t offset;  // bytes from an aligned address
 };
 
-// The first rule that the plan breaks, or null. `values`: that a CTA exchanges for each pixel.
+// The first rule that the plan breaks, or null. `values`: how many a CTA exchanges for each pixel.
 const char* broken_rule(const ChannelsFirstPlan& plan, const Call& call, int warps, int values) {
   const std::int64_t size = size_of(call.dtype), bytes = plan.pack * size;
   const std::int64_t accumulator = call.dtype == DType::kFloat64 ? 8 : 4;
@@ -118,7 +118,7 @@ std::vector<std::int64_t> channel_counts() {
 
 void walk_channels_first() {
   for (const std::int64_t channels : channel_counts()) {
-    // Of another dtype, image and device: what the number of warps must not depend on.
+    // A call of another dtype, image and device: the number of warps must not depend on them.
     const Call any{DType::kFloat32, 1, channels, 64, 0};
     const DeviceInfo other = device_of(7);
     const int warps = plan_channels_first(args_of<ChannelsFirstForwardArgs>(any), other).warps;

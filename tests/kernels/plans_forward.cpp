@@ -1,4 +1,5 @@
-// The rules that plans of forward keep, and the calls that they are held to. plans.cpp runs them.
+// The rules that plans of forward keep, and the calls that are checked against them. Run by
+// plans.cpp.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -15,7 +16,7 @@ int row_threads(const ForwardPlan& plan, std::int64_t cols) {
   return static_cast<int>(warps) * plan.lanes;
 }
 
-// Which lane of which warp has an element, as numbers.
+// Whether both plans give each element to the same lane of the same warp.
 bool same_lanes(const ForwardPlan& a, const ForwardPlan& b) {
   return a.pack == b.pack && a.lanes == b.lanes && a.vectors == b.vectors;
 }
@@ -59,7 +60,7 @@ const char* broken_rule(const ForwardSpec& spec, const ForwardPlan& plan, std::i
 
 void check(const ForwardSpec& spec, std::int64_t cols) {
   static const std::vector<std::int64_t> kRows = {1, 2, 7, 33, 512, 4097, 100'003, 8'000'001};
-  // Only whether the GPU holds all rows depends on the SMs: two sizes for each width, in turn.
+  // Only whether the GPU holds all rows depends on the SMs, so each width takes two sizes in turn.
   static constexpr std::array kSms = {1, 2, 14, 78, 108, 132, 148, 192};
   ForwardPlan first{};
   for (const std::int64_t turn : {cols % 7 % 4, 4 + cols % 7 % 4}) {  // widths are often even
@@ -95,7 +96,7 @@ std::vector<ForwardSpec> all_specs() {
           }
           for (const DType residual : kTypes) {
             if ((residual == DType::kFloat64) != (row == DType::kFloat64)) continue;
-            const bool halves = size_of(input) == 2 && !dropout;  // x̂ is rounded first
+            const bool halves = size_of(input) == 2 && !dropout;  // those that round x̂ first
             specs.push_back({NormKind::kRmsNorm, true, dropout, false, halves, input, residual, row,
                              row, output});
           }
@@ -144,7 +145,7 @@ const char* broken_launch(const ForwardSpec& spec, const LongForwardPlan& plan, 
   if (std::int64_t{plan.cluster} * plan.cta_parts < parts) return "a row is not covered";
   if (std::int64_t{plan.cluster - 1} * plan.cta_parts >= parts) return "an empty CTA";
   if (warps * plan.parts != plan.cta_parts) return "warps of a CTA";
-  // Static shared memory: the moments of the parts, and barriers.
+  // Static shared memory holds the moments of the parts, and barriers.
   const int slot_bytes = spec.row == DType::kFloat64 ? 32 : 16;
   if (plan.form == LongForm::kInTurn) {
     const std::int64_t staged = 4 * plan.cta_parts * part_cols * size_of(spec.row);
@@ -185,8 +186,8 @@ void check_long(const ForwardSpec& spec, std::int64_t cols, const std::vector<in
   }
 }
 
-// A part has some hundred columns, and a plan changes where their number does: widths around
-// multiples of 256 columns, densely, and then ever fewer.
+// A part has some hundred columns, and a plan changes where the number of parts does. Hence the
+// widths around multiples of 256 columns: many at first, and then ever fewer.
 void check_long(const ForwardSpec& spec, bool dense) {
   const std::int64_t most = dense ? 70'000 : 40'000;
   const std::int64_t begin = most_forward_cols(spec);
@@ -202,7 +203,7 @@ void check_long(const ForwardSpec& spec, bool dense) {
     check_long(spec, cols, {132});
   }
   if (dense) {
-    // Every number of parts that slots suffice for, and a few more, beside every share of the GPU
+    // Every number of parts that the slots suffice for, and a few more, with every share of the GPU
     // that a row may get.
     std::vector<std::int64_t> row_counts;
     for (std::int64_t rows = 1; rows <= 132; rows += rows < 20 ? 1 : 4) row_counts.push_back(rows);
@@ -236,7 +237,7 @@ void walk_forward() {
 }
 
 void walk_long_forward() {
-  bool dense = true;  // of the first two: all depends on sizes alone
+  bool dense = true;  // for the first two specs: all depends on sizes alone
   for (const ForwardSpec& spec : all_specs()) {
     check_long(spec, dense);
     dense = spec.norm == NormKind::kLayerNorm && spec.row == DType::kFloat16 && dense;

@@ -1,5 +1,5 @@
-// A source and an epilogue that csrc/ knows nothing of: what a variant takes, one struct each. Read
-// them beside core/source.h and core/epilogue.h, whose order they keep. Compiled by NVRTC in
+// A source and an epilogue that csrc/ does not know: all that a variant needs, one struct each.
+// Read them beside core/source.h and core/epilogue.h, whose order they keep. Compiled by NVRTC in
 // toy_variant.py.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace toy {
 
 using namespace fused_op;
 
-// The row is 2 · input, rounded to S and stored: backward reads it as x.
+// The row is 2 · input, rounded to S and stored. Backward reads it as x.
 template <typename X, typename S = X>
 struct Scale2 {
   using Row = S;
@@ -58,7 +58,7 @@ struct Scale2 {
     Access::store(lane, scaled, row);
   }
 
-  // The gradient of the input is 2 · dx. All else is as without a source of one's own.
+  // The gradient of the input is 2 · dx. All else is as in Plain.
   struct Backward : Plain<X>::Backward {
     using Plain<X>::Backward::Backward;
 
@@ -115,8 +115,8 @@ struct SoftCap {
     }
   }
 
-  // The gradient of z is dy · (1 - tanh²); from there on it is that of Inner. Unlike Inner's, it
-  // takes the bias.
+  // The gradient of z is dy · (1 - tanh²). From there on, the gradients are those of Inner. Unlike
+  // Inner's, this backward needs the bias.
   struct Backward {
     using Args = NormBackwardArgs;
     static constexpr bool kFromOutput = false;

@@ -1,5 +1,5 @@
-// Arithmetic, comparisons and bits. Results of approximate instructions are correctly rounded: what
-// a GPU may be off by is not shown here. Compiled with -ffp-contract=off and -fwrapv.
+// Arithmetic, comparisons and bits. Results of approximate instructions are correctly rounded, so
+// errors that a GPU may make do not show here. Compiled with -ffp-contract=off and -fwrapv.
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -42,7 +42,7 @@ struct Mul {
     return static_cast<T>(a * b);
   }
 };
-// Undefined for integers divided by zero, as far as PTX says; sm_90 returns all ones.
+// PTX leaves integer division by zero undefined; sm_90 returns all ones.
 struct Div {
   template <typename T>
   T operator()(T a, T b) const {
@@ -92,8 +92,8 @@ struct Fma {
     return std::fma(a, b, c);
   }
 };
-// Towards minus infinity: the nearest float, or the one below it. (The product is exact in f64, and
-// so is what f64 rounds off the sum.)
+// Rounds towards minus infinity: to the nearest float, or to the one below it. (The product is
+// exact in f64, and so is the rounding error of the sum.)
 struct FmaDown {
   f32 operator()(f32 a, f32 b, f32 c) const {
     const f64 product = static_cast<f64>(a) * b;
@@ -222,12 +222,12 @@ struct LeadingZeros {
 struct CountOnes {
   u32 operator()(auto a) const { return static_cast<u32>(std::popcount(a)); }
 };
-struct FindTop {  // its number; of 0, all ones
+struct FindTop {  // the number of the top bit; all ones for 0
   u32 operator()(u32 a) const {
     return a == 0 ? ~u32{0} : 31 - static_cast<u32>(std::countl_zero(a));
   }
 };
-struct FindTopShift {  // how far it is from the top
+struct FindTopShift {  // how far the top bit is from bit 31
   u32 operator()(u32 a) const { return a == 0 ? ~u32{0} : static_cast<u32>(std::countl_zero(a)); }
 };
 struct InsertBits {
@@ -288,7 +288,7 @@ struct LogOfTwo {
 struct Tanh {
   f32 operator()(f32 a) const { return static_cast<f32>(std::tanh(static_cast<f64>(a))); }
 };
-struct CopySign {  // of a, to b
+struct CopySign {  // of a to b
   template <typename T>
   T operator()(T a, T b) const {
     return std::copysign(b, a);
@@ -347,7 +347,7 @@ void add_shift(PlainTable& table, const std::string& name) {
   (one(Ts{}), ...);
 }
 
-// Of the two halves of a word.
+// Takes the maxima of both halves of a word.
 struct MaxOfHalves {
   u32 operator()(u32 a, u32 b) const {
     return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16;

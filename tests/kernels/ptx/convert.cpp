@@ -1,4 +1,4 @@
-// Conversions, and registers taken apart and put together.
+// Conversions, and registers that are taken apart or put together.
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -21,9 +21,9 @@ using f64 = double;
 
 // --- Floats of 16 and 8 bits ---------------------------------------------------------------------
 
-// Rounds to a format without infinities of its own kind: so many bits of mantissa, the exponent of
-// the smallest normal number. Ties to even. Returns the magnitude as a multiple of the smallest
-// subnormal in `value`'s binade scale, as a float that the format has exactly.
+// Rounds to a format with so many bits of mantissa, ties to even. `smallest_exponent` is that of
+// its smallest normal number. The result is a float that the format has exactly, unless it is too
+// large for it.
 f32 rounded(f32 value, int mantissa, int smallest_exponent) {
   if (value == 0 || !std::isfinite(value)) {
     return value;
@@ -42,7 +42,7 @@ u16 to_bf16(f32 value) {
 }
 f32 from_bf16(u16 bits) { return std::bit_cast<f32>(u32{bits} << 16); }
 
-// Bits of a value that the format has: mantissa and exponent, with subnormals.
+// The bits of a value that the format has: mantissa and exponent, with subnormals.
 u32 encoded(f32 value, int mantissa, int bias) {
   const u32 sign = std::signbit(value) ? 1 : 0;
   const int width = mantissa == 10 ? 15 : 7;
@@ -76,7 +76,7 @@ f32 from_f16(u16 bits) {
   return (bits & 0x8000) != 0 ? -value : value;
 }
 
-// Of e4m3 and e5m2, which saturate.
+// To e4m3 and e5m2, which saturate.
 template <int kMantissa, int kBias, int kLargest>
 u8 to_f8(f32 value) {
   if (std::isnan(value)) {
@@ -123,7 +123,8 @@ template <typename D>
 struct To {
   D operator()(auto a) const { return static_cast<D>(a); }
 };
-// To an integer: towards zero or to the nearest, and the nearest there is. NaN becomes zero.
+// To an integer, towards zero or to the nearest. Values out of range become the nearest one in it,
+// and NaN becomes zero.
 template <typename D, bool kNearest>
 struct ToInteger {
   D operator()(auto a) const {
@@ -136,13 +137,13 @@ struct ToInteger {
     return static_cast<D>(whole < least ? least : whole > most ? most : whole);
   }
 };
-// Of the lower part of a register.
+// Converts the lower part of a register.
 template <typename D, typename S>
 struct FromPart {
   D operator()(auto a) const { return static_cast<D>(static_cast<S>(a)); }
 };
 
-// As the register that is read may be wider than its type, it is part of the name.
+// The width of the source register is part of the name, because it may exceed that of the type.
 template <typename D, typename S>
 void add_integer(PlainTable& table, const std::string& from) {
   const std::string name = std::string("cvt.") + *names_of<D>().begin() + "." + from;
@@ -173,8 +174,7 @@ void add_integers_to(PlainTable& table) {
   }
 }
 
-// --- Vectors and the register that has all of them
-// ------------------------------------------------
+// --- Vectors and the register that holds all of one ----------------------------------------------
 
 template <typename Whole, typename Part>
 void pack(Warp& warp, const Instruction& in, std::uint32_t mask) {
@@ -224,7 +224,8 @@ void add_conversions(PlainTable& table) {
   table["cvt.rn.bf16x2.f32"] = Lanewise<ToBf16Pair, u32, f32, f32>::plain();
   table["cvt.rn.satfinite.e4m3x2.f32"] = Lanewise<ToF8Pair<3, 7, 448>, u16, f32, f32>::plain();
   table["cvt.rn.satfinite.e5m2x2.f32"] = Lanewise<ToF8Pair<2, 15, 57344>, u16, f32, f32>::plain();
-  // Generic addresses are windows beside the host's: only those of shared memory are numbers there.
+  // Generic addresses are windows beside the host's addresses. Only addresses of shared memory are
+  // offsets, to which a conversion adds their window.
   for (const std::string space : {"global", "param", "local", "const"}) {
     table["cvta." + space + ".u64"] = table["cvta.to." + space + ".u64"] =
         Lanewise<To<u64>, u64, u64>::plain();
@@ -237,7 +238,7 @@ void add_conversions(PlainTable& table) {
   };
   table["cvta.shared.u64"] = Lanewise<IntoWindow, u64, u64>::plain();
   table["cvta.to.shared.u64"] = Lanewise<OutOfWindow, u64, u64>::plain();
-  // Names of decode.cpp, for mov with a vector.
+  // Names that decode.cpp gives to a mov with a vector.
   table["pack.2.64"] = {&pack<u64, u32>};
   table["pack.4.64"] = {&pack<u64, u16>};
   table["pack.2.32"] = {&pack<u32, u16>};

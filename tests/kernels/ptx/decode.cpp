@@ -17,7 +17,7 @@ std::vector<std::string_view> split(std::string_view opcode) {
 
 std::uint32_t source(const Operand& operand, int bytes, Constants& constants) {
   if (operand.kind == Operand::kNumber || operand.kind == Operand::kAddressOf) {
-    // Of a predicate, every lane.
+    // A predicate constant holds for every lane.
     const std::uint64_t value = bytes == 0 && operand.value != 0 ? kAllLanes : operand.value;
     return constants.slot_of(value, bytes);
   }
@@ -63,7 +63,7 @@ Instruction decode_plain(const Plain& plain, const std::vector<Operand>& operand
 
 // --- mov ---------------------------------------------------------------------------------------
 
-// A vector's registers into one, or one into those of a vector.
+// Packs a vector's registers into one, or unpacks one into them.
 Instruction decode_pack(const std::vector<Operand>& operands, int bytes, Constants& constants) {
   const bool packs = operands[1].kind == Operand::kVector;
   const Operand& whole = operands[packs ? 0 : 1];
@@ -113,7 +113,7 @@ Access access_of(const std::vector<std::string_view>& parts) {
     } else if (part == "L2::cache_hint") {
       made.has_policy = true;
     } else {
-      // Hints about caches say nothing about values.
+      // Cache hints do not change values.
       const bool hint = part.starts_with("L1::") || part.starts_with("L2::") || part == "nc" ||
                         part == "ca" || part == "cg" || part == "cs" || part == "weak";
       require(hint, "it has an unknown part");
@@ -163,9 +163,12 @@ Instruction decode_access(bool is_store, const std::vector<std::string_view>& pa
 // --- Instructions with operands of their own -----------------------------------------------------
 
 // The letters of Special::operands:
-//   R, L, Q  a register to write: 32 bits, 64, a predicate     r, l, p  to read
-//   D        "register|predicate" to write, of 32 bits         v        a vector to read, of 32
-//   bits m        an address                                        _        nothing
+//     R, L, Q  a register to write, of 32 or 64 bits, or a predicate
+//     r, l, p  the same to read
+//     D        "register|predicate" to write, of 32 bits
+//     v        a vector of 32-bit registers to read
+//     m        an address
+//     _        nothing
 Instruction decode_special(const Special& special, const std::vector<Operand>& operands,
                            Constants& constants) {
   const std::string_view letters = special.operands;
@@ -232,7 +235,7 @@ Instruction decode(std::string_view opcode, const std::vector<Operand>& operands
     return decode_pack(operands, std::stoi(std::string(parts[1].substr(1))) / 8, constants);
   }
   auto plain = find_plain(opcode);
-  if (!plain && operands.size() == 2) {  // the register that it reads is part of the name
+  if (!plain && operands.size() == 2) {  // the width of the source register is part of the name
     plain = find_plain(std::string(opcode) + "/" + std::to_string(8 * operands[1].bytes));
   }
   if (plain) {

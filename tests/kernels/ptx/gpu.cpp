@@ -1,6 +1,6 @@
-// A GPU for csrc/cuda that is not there: its launches, plans and table of kernels run as they are,
-// and this stands in for the driver, the runtime and the compiler below them. What is launched, the
-// interpreter runs at once. interpreter.py builds it and calls the functions at the end.
+// A GPU that does not exist. The launches, plans and table of kernels of csrc/cuda run as they are;
+// this stands in for the driver, the runtime and the compiler below them. The interpreter runs a
+// kernel as soon as it is launched. interpreter.py builds this and calls the functions at the end.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -27,7 +27,7 @@ constexpr int kSharedBytes = 227 << 10;  // of a CTA
 
 struct LoadedKernel {
   std::unique_ptr<ptx::Module> module;
-  std::string name;  // in C++
+  std::string name;  // the name in C++
 };
 
 // The state of the GPU, set by the tests.
@@ -37,12 +37,11 @@ bool has_clusters = true;
 bool runs_backwards = false;
 const char* (*compiler)(const char* header, const char* name) = nullptr;
 ptx::GlobalMemory memory;
-std::string launched;  // a line for each launch
+std::string launched;  // one line for each launch
 std::string problem;
 cudaError_t last_error = cudaSuccess;
 
-// --- The driver: a library, its kernel and its function are the same pointer
-// ----------------------
+// --- The driver, where a library, its kernel and its function are the same pointer ---------------
 
 CUresult current_context(CUcontext* context) {
   *context = reinterpret_cast<CUcontext>(&device);
@@ -77,7 +76,7 @@ CUresult active_clusters(int* count, CUfunction, const CUlaunchConfig* config) {
   return CUDA_SUCCESS;
 }
 
-// False, and `problem` says why, if something is wrong.
+// Returns false, and sets `problem`, if something is wrong.
 bool launch(const ptx::Module& module, const std::string& name, const ptx::LaunchShape& shape,
             void** arguments) {
   std::vector<std::byte> parameters(module.parameter_bytes);
@@ -179,9 +178,9 @@ fused_op::Gate gate_of(const fused_op::ConstRows& rows, bool sigmoid, bool first
   return gate;
 }
 
-// What a test says of a rotation.
+// A rotation, as a test describes it.
 struct Turn {
-  fused_op::ConstRows cos;  // a row for each of so many tokens in turn
+  fused_op::ConstRows cos;  // one row for each token; repeats after `period` tokens
   fused_op::ConstRows sin;
   int period;
   int half;
@@ -248,8 +247,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
                                                  : last_error = cudaErrorLaunchFailure;
 }
 
-// --- For interpreter.py
-// ----------------------------------------------------------------------------
+// --- For interpreter.py --------------------------------------------------------------------------
 
 void gpu_set(int index, int sms, bool clusters, bool backwards,
              const char* (*compile)(const char*, const char*)) {
@@ -263,7 +261,7 @@ void gpu_set(int index, int sms, bool clusters, bool backwards,
   problem.clear();
 }
 
-// `is_empty`: reading what was not written before is a fault.
+// If `is_empty`, a read of memory that nothing has written is a fault.
 void gpu_allow(const char* name, void* begin, std::int64_t bytes, bool is_writable, bool is_empty) {
   const auto first = reinterpret_cast<std::uintptr_t>(begin);
   ptx::Allocation made{first, first + static_cast<std::uintptr_t>(bytes), is_writable, name};
@@ -271,7 +269,7 @@ void gpu_allow(const char* name, void* begin, std::int64_t bytes, bool is_writab
   memory.add(std::move(made));
 }
 
-// What went wrong; empty if nothing did.
+// Returns what went wrong; empty if nothing did.
 const char* gpu_forward(const fused_op::NormForwardArgs* args) {
   return outcome([&] { return fused_op::cuda::norm_forward(*args, nullptr, nullptr); });
 }
@@ -287,7 +285,7 @@ const char* gpu_gated_forward(const fused_op::NormForwardArgs* args,
     return fused_op::cuda::norm_forward(all, &variant, nullptr);
   });
 }
-// With `bytes`, writes how large the workspace must be, and launches nothing.
+// With `bytes`, stores the size that the workspace must have, and launches nothing.
 const char* gpu_gated_backward(const fused_op::NormBackwardArgs* args,
                                const fused_op::ConstRows* gate, const fused_op::Rows* grad_gate,
                                bool sigmoid, bool first, int groups, std::int64_t* bytes) {
@@ -318,7 +316,7 @@ const char* gpu_modulated_forward(const fused_op::NormForwardArgs* args,
     return fused_op::cuda::norm_forward(all, &variant, nullptr);
   });
 }
-// With `bytes`, as above. `groups`: entries that rows share; 1 where each row has one.
+// `bytes` as above. `groups`: how many entries rows share; 1 if each row has its own.
 const char* gpu_modulated_backward(const fused_op::NormBackwardArgs* args,
                                    const fused_op::Modulation* modulation,
                                    const fused_op::Rows* grad_scale, int groups,
@@ -366,7 +364,7 @@ const char* gpu_rope_backward(const fused_op::NormBackwardArgs* args, const Turn
     return fused_op::cuda::norm_backward(all, &variant, nullptr);
   });
 }
-// Of `post` no output, of `pre` no input. Sets `together` if one kernel took both.
+// `post` has no output and `pre` no input. Sets `together` if one kernel took both.
 const char* gpu_post_add_pre(const fused_op::NormForwardArgs* post,
                              const fused_op::NormForwardArgs* pre, bool* together) {
   return outcome([&] {
@@ -402,12 +400,13 @@ std::int64_t gpu_workspace(const fused_op::NormBackwardArgs* args) {
 const char* gpu_backward(const fused_op::NormBackwardArgs* args) {
   return outcome([&] { return fused_op::cuda::norm_backward(*args, nullptr, nullptr); });
 }
-// Arguments of gpu_allow that no byte of was written, or not all of them, but for the workspace.
+// Names an argument of gpu_allow that was not written completely; empty if there is none. A
+// workspace need not be.
 const char* gpu_unwritten() {
   problem = memory.unwritten();
   return problem.c_str();
 }
-// Any kernel, for tests of the interpreter.
+// Runs any kernel, for tests of the interpreter.
 const char* gpu_run(const char* text, std::uint32_t ctas, std::uint32_t threads,
                     std::uint32_t cluster, std::uint32_t shared_bytes, void** arguments) {
   try {

@@ -85,7 +85,7 @@ Cluster::Cluster(const Module& module, const LaunchShape& shape, GlobalMemory& g
 void Cluster::start(std::uint32_t number) {
   arrived = 0;
   phase = 0;
-  // All that the clusters before did is over.
+  // All that the clusters before this one did is over.
   Clock all = ctas_[0]->warps[0]->clock;
   for (const auto& cta : ctas_) {
     for (const auto& warp : cta->warps) {

@@ -20,7 +20,7 @@ struct Allocation {
   std::uintptr_t end = 0;
   bool is_writable = false;
   std::string name{};
-  // Of memory that holds nothing yet, a byte each: whether it was written.
+  // For memory that holds nothing yet: whether each byte was written.
   std::vector<std::uint8_t> written{};
 };
 
@@ -28,10 +28,11 @@ class GlobalMemory {
  public:
   void add(Allocation made);
   void clear() { allocations_.clear(); }
-  // Throws unless all of it may be read, or written. What is read may reach past an allocation as
-  // far as a block of 16 bytes that holds some of it: the kernels read whole ones.
+  // Throws unless all of it may be read, or written. Reads may reach past the ends of an
+  // allocation, within a block of 16 bytes that holds some of it, because the kernels read whole
+  // blocks.
   std::byte* check(std::uint64_t address, std::uint32_t bytes, bool is_store);
-  // Results that were not written as a whole, as a sentence; a workspace need not be.
+  // A sentence about a result that was not written completely, or nothing. A workspace need not be.
   std::string unwritten() const;
 
  private:
@@ -48,13 +49,13 @@ struct LaunchShape {
   std::uint32_t shared_bytes = 0;  // dynamic
 };
 
-// bar.sync: opens when as many threads have arrived as the first of them said.
+// bar.sync. It opens when as many threads have arrived as the first of them announced.
 struct Barrier {
   std::uint32_t wanted = 0;
   std::uint32_t arrived = 0;
   std::uint64_t phase = 0;
   Clock arriving{};
-  Clock opened{};  // of those who arrived, when it opened last
+  Clock opened{};  // of those who had arrived when it opened last
 };
 
 // An mbarrier: a phase ends when nothing is pending, neither arrivals nor bytes.
@@ -62,7 +63,7 @@ struct MemoryBarrier {
   std::uint32_t at = 0;
   std::int64_t count = 0;  // arrivals of a phase
   std::int64_t pending = 0;
-  std::int64_t bytes = 0;  // announced, and not here yet
+  std::int64_t bytes = 0;  // announced, but not yet arrived
   std::uint64_t phase = 0;
   Clock clock{};
 
@@ -74,7 +75,7 @@ struct MemoryBarrier {
   }
 };
 
-// A bulk copy that is on its way.
+// A bulk copy in flight.
 struct BulkCopy {
   std::uint32_t to;
   const std::byte* from;
@@ -82,8 +83,8 @@ struct BulkCopy {
   std::uint32_t barrier;
 };
 
-// What is known of a byte of shared memory. What nothing has written may be read, since kernels
-// read whole packs at the end of a row; it is NaN, in all types, so that a result shows it.
+// What is known of a byte of shared memory. Bytes that nothing has written may be read, because
+// kernels read whole packs at the end of a row. They are NaN in all types, so a result shows them.
 enum class ByteState : std::uint8_t { kOutside, kVariable, kInFlight, kBarrier };
 
 class Cluster;
@@ -93,12 +94,12 @@ class Cta {
   Cta(const Module& module, const LaunchShape& shape, Cluster& cluster, std::uint32_t rank);
 
   void start(std::array<std::uint32_t, 3> index);
-  bool run(bool backwards);  // whether anything was run
+  bool run(bool backwards);  // returns whether anything was run
   bool ended() const { return running == 0; }
 
   std::byte* check_shared(Warp& warp, int lane, std::uint32_t at, std::uint32_t bytes,
                           bool is_store);
-  // Throws if the access races with another. Keeps it.
+  // Throws if the access races with an earlier one. Records it.
   void check_race(Warp& warp, int lane, std::uint32_t at, std::uint32_t bytes, bool is_store);
   void mark(std::uint32_t at, std::uint32_t bytes, ByteState state);
   std::byte* shared(std::uint32_t at) { return shared_.data() + at; }
@@ -136,7 +137,7 @@ class Cluster {
   std::uint64_t executed() const;
 
   GlobalMemory& memory;
-  std::uint32_t arrived = 0;  // threads, at the barrier of the cluster
+  std::uint32_t arrived = 0;  // threads at the barrier of the cluster
   std::uint64_t phase = 0;
   Clock arriving, opened;
 
@@ -145,7 +146,7 @@ class Cluster {
   std::vector<std::unique_ptr<Cta>> ctas_;
 };
 
-// Runs the kernel; returns how many instructions all its threads have executed. Throws Fault.
+// Runs the kernel. Returns how many instructions all of its threads have executed. Throws Fault.
 std::uint64_t run(const Module& module, const LaunchShape& shape,
                   std::span<const std::byte> parameters, GlobalMemory& memory, bool backwards);
 

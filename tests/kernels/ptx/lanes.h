@@ -1,5 +1,5 @@
-// How instructions on registers are made of functions of one lane, and the tables that they are
-// listed in. For arithmetic.cpp and convert.cpp.
+// Makes instructions on registers from functions of one lane, and lists them in tables. For
+// arithmetic.cpp and convert.cpp.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +17,11 @@ using PlainTable = std::unordered_map<std::string, Plain>;
 void add_arithmetic(PlainTable& table);
 void add_conversions(PlainTable& table);
 
-// As bool is a mask in the file, it has bytes of its own.
+// The bytes of a T in the register file. A bool is a mask there, and has 0.
 template <typename T>
 constexpr int kBytesOf = std::is_same_v<T, bool> ? 0 : static_cast<int>(sizeof(T));
 
-// A source operand's lanes; of a predicate, its bits.
+// A source operand's lanes. For a predicate, its bits.
 template <typename T>
 struct Source {
   const T* lanes;
@@ -100,7 +100,7 @@ std::initializer_list<const char*> names_of() {
   }
 }
 
-// "name.type" for each of the types: T(T), T(T, T), T(T, T, T).
+// Adds "name.type" for each of the types. The functions are T(T), T(T, T) and T(T, T, T).
 template <typename F, typename... Ts>
 void add_unary(PlainTable& table, const std::string& name) {
   const auto one = [&]<typename T>(T) {

@@ -1,4 +1,4 @@
-// Loads and stores, and what is checked of their addresses.
+// Loads and stores, and the checks of their addresses.
 #include <algorithm>
 #include <cstring>
 
@@ -23,7 +23,7 @@ void check_policy(Warp& warp, const Instruction& in, int lane) {
   }
 }
 
-// Memory of elements, registers of at least their width.
+// The elements in memory may be narrower than the registers.
 template <typename Element, typename Register>
 void load(Warp& warp, const Instruction& in, std::uint32_t mask) {
   each_lane(mask, [&](int lane) {
@@ -260,8 +260,7 @@ void Cta::mark(std::uint32_t at, std::uint32_t bytes, ByteState state) {
   }
 }
 
-// --- Copies to shared memory that arrive later
-// ---------------------------------------------------
+// --- Copies into shared memory that arrive later -------------------------------------------------
 
 void Warp::finish_copies(std::uint32_t mask, std::uint32_t left) {
   std::erase_if(copies, [&](const AsyncCopy& copy) {

@@ -11,7 +11,7 @@
 namespace ptx {
 namespace {
 
-// Registers that one directive declares, or a single one.
+// A single register, or those that one directive declares.
 struct Registers {
   std::uint32_t slot;
   int bytes;  // 0: a predicate
@@ -38,14 +38,14 @@ struct Jump {
   std::string_view label;
 };
 struct Scope {
-  std::map<std::string, Registers, std::less<>> registers;  // ranges by what is before the number
+  std::map<std::string, Registers, std::less<>> registers;  // ranges by name without the number
   std::map<std::string, Variable, std::less<>> variables;
   std::map<std::string_view, std::uint32_t> labels;
   std::vector<Jump> jumps;
 };
 
 struct Function {
-  std::uint32_t first = kNone;  // instruction; none: it is only declared
+  std::uint32_t first = kNone;  // index of the first instruction; kNone: only declared
   std::vector<Variable> parameters;
 };
 struct Call {
@@ -120,7 +120,7 @@ class Parser final : public Constants {
     }
   }
 
-  // A parameter, or an array or a scalar in memory, up to what follows its size.
+  // A parameter, or an array or scalar in memory, up to the word after its size.
   Variable declaration(std::string_view space, std::string_view* name) {
     std::uint32_t alignment = 0;
     std::string_view type = words_.next();
@@ -356,7 +356,7 @@ class Parser final : public Constants {
     }
   }
 
-  // call function, (arguments); with variables of .param space as arguments.
+  // "call function, (arguments);", whose arguments are variables of .param space.
   void call() {
     Call made{static_cast<std::uint32_t>(module_.code.size()), words_.next(), {}};
     if (made.callee == "(") {
@@ -379,7 +379,7 @@ class Parser final : public Constants {
     calls_.push_back(std::move(made));
   }
 
-  // Parameters and registers of a function have one place each: there is no recursion here.
+  // A function's parameters and registers have one place each, because there is no recursion.
   void resolve_calls() {
     for (const Call& call : calls_) {
       const auto callee = functions_.find(std::string(call.callee));

@@ -1,9 +1,10 @@
-// Races on shared memory: two threads at the same byte, one of which writes, and nothing orders
-// them.
+// Races on shared memory: two threads access the same byte, at least one of them writes, and
+// nothing orders them.
 //
-// Each warp counts what it has released; its clock holds, of every warp of the cluster, how much of
-// that it has acquired. Barriers pass clocks on. Of a byte, the last store and the last load are
-// known, so that of several readers a writer is checked against one: running the threads in the
+// Each warp counts its releases. Its clock says, for every warp of the cluster, how many of that
+// warp's releases it has acquired; barriers pass clocks on. Only the last store to a byte and the
+// last load from it are known, so a writer is checked against one of several readers. Running the
+// threads in the other order checks another one.
 // other order checks another.
 #pragma once
 
@@ -24,14 +25,14 @@ struct Clock {
   void tick(std::uint32_t warp) { ++counts[warp]; }
 };
 
-// Who was at a byte last, and when.
+// Who accessed a byte last, and when.
 struct Access {
-  std::uint32_t count = 0;  // of the warp's own; 0: nobody yet
+  std::uint32_t count = 0;  // the warp's own count; 0: nobody yet
   std::uint16_t warp = 0;
   std::uint8_t lane = 0;
 
-  // Whether it is ordered before what a lane does now. Lanes of a warp that have not met since are
-  // not.
+  // Whether this access is ordered before what a lane does now. Accesses by lanes of one warp that
+  // have not met since are not.
   bool is_before(std::uint32_t other_warp, int other_lane, const Clock& clock) const {
     if (warp == other_warp) {
       return lane == other_lane || count < clock.counts[warp];

@@ -1,4 +1,4 @@
-// Instructions by which threads meet, exchange values, and move memory while they go on.
+// Instructions with which threads meet, exchange values, and move memory asynchronously.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -11,7 +11,7 @@ namespace {
 
 // --- Within a warp -------------------------------------------------------------------------------
 
-// Lanes of the group whose partners, by the masks in `slot`, are all here.
+// The lanes of the group whose partners, by the masks in `slot`, have all arrived.
 std::uint32_t complete_lanes(Warp& warp, const Group& group, std::uint32_t slot) {
   const std::uint32_t* const members = warp.lanes<std::uint32_t>(slot);
   std::uint32_t complete = 0;
@@ -23,7 +23,7 @@ std::uint32_t complete_lanes(Warp& warp, const Group& group, std::uint32_t slot)
       complete |= std::uint32_t{1} << lane;
     }
   });
-  // All members of a set are complete, or none: their masks are the same.
+  // The members of a set have the same mask, so all of them are complete or none is.
   return complete;
 }
 
@@ -33,7 +33,7 @@ template <Shuffle kMode>
 std::uint32_t shuffle(Warp& warp, Group& group, const Instruction& in) {
   const std::uint32_t mask = complete_lanes(warp, group, in.from[3]);
   const std::array values = std::to_array(*reinterpret_cast<std::uint32_t (*)[kLanes]>(
-      warp.lanes<std::uint32_t>(in.from[0])));  // a copy: it may be what is written
+      warp.lanes<std::uint32_t>(in.from[0])));  // a copy, because the source may be the destination
   const std::uint32_t* const bs = warp.lanes<std::uint32_t>(in.from[1]);
   const std::uint32_t* const cs = warp.lanes<std::uint32_t>(in.from[2]);
   std::uint32_t* const to = warp.lanes<std::uint32_t>(in.to[0]);
@@ -86,7 +86,7 @@ std::uint32_t vote(Warp& warp, Group& group, const Instruction& in) {
 std::uint32_t reduce_max(Warp& warp, Group& group, const Instruction& in) {
   const std::uint32_t mask = complete_lanes(warp, group, in.from[1]);
   const std::array values = std::to_array(*reinterpret_cast<std::uint32_t (*)[kLanes]>(
-      warp.lanes<std::uint32_t>(in.from[0])));  // a copy: it may be what is written
+      warp.lanes<std::uint32_t>(in.from[0])));  // a copy, because the source may be the destination
   const std::uint32_t* const members = warp.lanes<std::uint32_t>(in.from[1]);
   each_lane(mask, [&](int lane) {
     std::uint32_t most = 0;
@@ -107,7 +107,7 @@ std::uint32_t warp_barrier(Warp& warp, Group& group, const Instruction& in) {
 
 // --- Within a CTA --------------------------------------------------------------------------------
 
-// Of a register that all lanes must agree on.
+// The value of a register in which all lanes must agree.
 std::uint32_t uniform(Warp& warp, const Group& group, std::uint32_t slot) {
   const std::uint32_t* const values = warp.lanes<std::uint32_t>(slot);
   const std::uint32_t value = values[std::countr_zero(group.mask)];
@@ -119,8 +119,8 @@ std::uint32_t uniform(Warp& warp, const Group& group, std::uint32_t slot) {
   return value;
 }
 
-// Whether the group has all lanes of its warp, as ".aligned" demands. Lanes that ended are missed
-// by the barrier, which then never opens.
+// Whether the group has all lanes of its warp, as ".aligned" demands. If lanes have ended, the
+// barrier misses them and never opens.
 bool is_aligned(const Warp& warp, const Group& group) { return group.mask == warp.alive(); }
 
 std::uint32_t cta_barrier(Warp& warp, Group& group, std::uint32_t id, std::uint32_t threads) {
@@ -204,7 +204,7 @@ void map_shared(Warp& warp, const Instruction& in, std::uint32_t mask) {
   });
 }
 
-// The CTA and the place of a shared::cluster address.
+// The CTA and the place within it of a shared::cluster address.
 std::pair<Cta*, std::uint32_t> find_shared(Warp& warp, const Instruction& in, std::size_t address,
                                            int lane) {
   const auto at = static_cast<std::uint32_t>(warp.address(in.addresses[address], lane));
@@ -232,7 +232,7 @@ void arrive_and_expect(Warp& warp, const Instruction& in, std::uint32_t mask) {
     barrier.settle();
   });
 }
-// Waits here, where the GPU would after a while return false and let the program ask again.
+// Waits here. A GPU would return false after a while and let the program ask again.
 std::uint32_t await_parity(Warp& warp, Group& group, const Instruction& in) {
   Cta& cta = warp.cta();
   bool open = true;

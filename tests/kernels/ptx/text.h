@@ -1,4 +1,4 @@
-// The words of a PTX text, read one after the other. Used by parse.cpp and decode.cpp.
+// Reads a PTX text word by word. Used by parse.cpp and decode.cpp.
 #pragma once
 
 #include <cctype>
@@ -16,7 +16,7 @@ class Words {
   bool at_end() const { return at_ == text_.size(); }
   std::size_t position() const { return at_; }
 
-  // The next word, which stays; empty at the end.
+  // The next word, without taking it; empty at the end.
   std::string_view peek() const { return text_.substr(at_, length()); }
   std::string_view next() {
     const std::string_view word = peek();
@@ -36,7 +36,7 @@ class Words {
       throw Fault("'" + std::string(word) + "' expected before '" + std::string(peek()) + "'");
     }
   }
-  // All up to a word, which is taken as well.
+  // Everything up to a word, which is taken as well.
   std::string_view until(char last) {
     const std::size_t first = at_;
     const std::size_t end = text_.find(last, at_);
@@ -53,7 +53,8 @@ class Words {
     return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_' || c == '$' || c == '%' ||
            c == '.';
   }
-  // Of the word here: letters and digits with ".", "::" within, or a single other character.
+  // The length of the next word: letters and digits with "." and "::" within, or any other single
+  // character.
   std::size_t length() const {
     std::size_t end = at_;
     while (end < text_.size()) {
@@ -83,7 +84,7 @@ class Words {
   std::size_t at_ = 0;
 };
 
-// "12", "-0x1f", "0f3F800000", "0d3FF0000000000000" as bits of a number with so many bytes.
+// The bits of "12", "-0x1f", "0f3F800000" or "0d3FF0000000000000".
 bool is_number(std::string_view word);
 std::uint64_t number(std::string_view word, bool negative);
 

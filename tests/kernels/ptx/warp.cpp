@@ -92,7 +92,7 @@ bool Warp::run() {
       run_group(lowest);
     } else if (executed == last) {
       break;
-    } else {  // lanes that waited for others of this warp may go on
+    } else {  // lanes that waited for others of this warp may go on now
       last = executed;
       for (Group& group : groups_) {
         group.waits = false;
@@ -154,9 +154,9 @@ void Warp::call(Group& group, const Instruction& in) {
   group.at = in.target;
 }
 
-// Runs a group until it waits, ends, parts, or comes to where another one is.
+// Runs a group until it waits, ends, splits, or comes to where another one is.
 void Warp::run_group(std::size_t index) {
-  // Other groups are at higher instructions: theirs is where this one may meet them.
+  // The other groups are at higher instructions, where this one may meet them.
   std::uint32_t limit = kNone;
   for (std::size_t i = 0; i < groups_.size(); ++i) {
     if (i != index && groups_[i].at > groups_[index].at) {
@@ -183,7 +183,7 @@ void Warp::run_group(std::size_t index) {
         ++group.at;
         continue;
       }
-      if (mask != group.mask) {  // those who skip it are a group of their own
+      if (mask != group.mask) {  // lanes that skip it are a group of their own
         split(index, group.mask & ~mask, group.at + 1);
         if (in.kind == Kind::kBranch) {
           groups_[index].at = in.target;

@@ -1,8 +1,8 @@
-// A warp that runs: its registers, and its lanes in groups that are at the same instruction. Used
-// by the functions that carry instructions out.
+// A running warp: its registers, and its lanes in groups that are at the same instruction. Used by
+// the functions that execute instructions.
 //
-// Each lane has its own place in the program, as on sm_70 and later. Of the groups, the one at the
-// lowest instruction runs first, so that lanes that took different branches meet again.
+// Each lane has its own place in the program, as on sm_70 and later. The group at the lowest
+// instruction runs first, so that lanes that took different branches meet again.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@ namespace ptx {
 
 class Cta;
 
-// Lanes at the same instruction, that will return to the same ones.
+// Lanes at the same instruction that will return to the same ones.
 struct Group {
   std::uint32_t mask = 0;
   std::uint32_t at = 0;
@@ -29,7 +29,7 @@ struct Group {
   std::uint64_t phase = 0;  // of that barrier, when it arrived
 };
 
-// What cp.async has begun and nothing has waited for yet.
+// A cp.async that has begun and that nothing has waited for yet.
 struct AsyncCopy {
   int lane;
   std::uint32_t group;
@@ -40,16 +40,16 @@ struct AsyncCopy {
 
 class Warp {
  public:
-  // `number` in the cluster, of `warps`.
+  // `number`: which of the cluster's `warps` this is.
   Warp(const Module& module, Cta& cta, std::uint32_t first_thread, std::uint32_t number,
        std::uint32_t warps);
 
   // Starts at the kernel's first instruction, with as many threads as the CTA has left.
   void start(std::uint32_t threads);
-  // Runs until all lanes wait for other warps, or have ended. Whether anything was run.
+  // Runs until all lanes wait for other warps or have ended. Returns whether anything was run.
   bool run();
   bool ended() const { return groups_.empty(); }
-  // Where its lanes wait, for a message.
+  // Where the lanes wait, for a message.
   std::string describe() const;
 
   template <typename T>
@@ -58,7 +58,7 @@ class Warp {
   }
   std::uint32_t& predicate(std::uint32_t slot) { return *lanes<std::uint32_t>(slot); }
 
-  // Host memory of `bytes` at an address of the space, after all checks; of a lane's load or store.
+  // Checks a lane's load or store and returns the host memory of these `bytes` bytes.
   std::byte* place(Space space, std::uint64_t address, int lane, std::uint32_t bytes,
                    bool is_store);
   std::uint64_t address(const Address& of, int lane) {
@@ -72,7 +72,7 @@ class Warp {
   std::uint32_t thread(int lane) const { return first_thread_ + static_cast<std::uint32_t>(lane); }
 
   std::uint64_t cluster_phase = 0;  // of the barrier of the cluster, when the warp arrived
-  // What the warp has done so far is before what others do who acquire the clock.
+  // Orders what the warp has done so far before what those do who acquire the clock.
   void release(Clock& into) {
     into.join(clock);
     clock.tick(number);
@@ -81,12 +81,12 @@ class Warp {
   const std::uint32_t number;
   Clock clock;
 
-  std::uint32_t awaited = 0;  // lanes that have waited for the kernels before
+  std::uint32_t awaited = 0;  // lanes that have waited for the kernels before this one
   std::vector<AsyncCopy> copies;
-  std::array<std::uint32_t, kLanes> copy_group{};  // of each lane, the one that it fills now
+  std::array<std::uint32_t, kLanes> copy_group{};  // the group that each lane fills now
   void finish_copies(std::uint32_t mask, std::uint32_t left);
 
-  std::uint64_t executed = 0;  // instructions, of each lane
+  std::uint64_t executed = 0;  // instructions, counted for each lane
 
  private:
   void merge();

@@ -73,12 +73,13 @@ void check_main_grads(const char* op, const MainGrads& main_grads, bool weight_w
 
 // Checks that there is memory, and on a GPU that its address is readable.
 void check_memory(const char* op, const NormTensors& tensors);
-// Those that are null or have no elements need none.
+void check_memory(const char* op, const BackwardTensors& tensors, const MainGrads& main_grads);
+
+// The same for each of these that is not null and has elements.
 void check_all_memory(const char* op,
                       std::initializer_list<std::pair<const char*, const at::Tensor*>> tensors);
 inline const at::Tensor* pointer_to(const OptionalTensor& tensor) {
   return tensor ? &*tensor : nullptr;
 }
-void check_memory(const char* op, const BackwardTensors& tensors, const MainGrads& main_grads);
 
 }  // namespace fused_op

@@ -51,7 +51,7 @@ class Backward {
   }
 
  private:
-  // Also for rows that the other instances leave to it.
+  // The instance that takes every row, also those that the others cannot.
   using General = Backward<kLanes, 0, Norm, A, A>;
 
   void run_rows(std::int64_t first_row, std::int64_t last_row, A* sums) {
@@ -84,7 +84,7 @@ class Backward {
 
   void run_some(const Tile& tile) {
     if constexpr (!std::is_same_v<Backward, General>) {
-      if (is_tiny(tile) || (kCols > 0 && (!wants_dx_ || args_.x_is_output))) {
+      if (has_tiny_rstd(tile) || (kCols > 0 && (!wants_dx_ || args_.x_is_output))) {
         run_general(tile);
         return;
       }
@@ -114,8 +114,8 @@ class Backward {
   SavedStats<A> saved(std::int64_t row) const {
     return Norm::saved(static_cast<const A*>(args_.stats), row, args_.rows);
   }
-  // Whether the values of a row are so large that x - mean might overflow.
-  bool is_tiny(const Tile& tile) const {
+  // Whether the values of a row of the tile are so large that x - mean might overflow.
+  bool has_tiny_rstd(const Tile& tile) const {
     bool found = false;
     for (std::int64_t r = 0; r < tile.rows; ++r) {
       found = found || saved(tile.row + r).rstd < Limits<A>::kTinyRstd;
@@ -124,7 +124,7 @@ class Backward {
   }
   // Whether the rows are turned into x̂ before the passes over them.
   bool holds_xhat(const Tile& tile) const {
-    return std::is_same_v<Backward, General> && (args_.x_is_output || is_tiny(tile));
+    return std::is_same_v<Backward, General> && (args_.x_is_output || has_tiny_rstd(tile));
   }
   RowIn<X, A> row_in(const X* x, const X* dy, std::int64_t row, bool is_xhat) const {
     const SavedStats<A> stats = saved(row);

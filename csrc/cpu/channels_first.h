@@ -14,7 +14,7 @@ namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 // Channels whose terms are added in A; totals are double.
 constexpr std::int64_t kSumChannels = 32;
 
-template <typename Norm, int kLanes, typename A>
+template <typename Norm, int kLanes, typename E, typename A>
 class ChannelsFirstForward {
  public:
   explicit ChannelsFirstForward(const ChannelsFirstForwardArgs& call)
@@ -33,13 +33,13 @@ class ChannelsFirstForward {
     alignas(64) double sum[kLanes] = {};
     alignas(64) double squares[kLanes] = {};
   };
-  using Reader = PixelReader<kLanes, A>;
+  using Reader = PixelReader<kLanes, E, A>;
 
   // Near enough to the mean of each pixel: a few channels tell where it is.
   void find_centers(const PixelTile& tile, A (&centers)[kLanes]) const {
     std::fill_n(centers, kLanes, A(0));
     if constexpr (Norm::kCentered) {
-      Reader read(args_.input.data, args_.dtype, tile, args_.pixels);
+      Reader read(args_.input.data, tile, args_.pixels);
       const std::int64_t few = std::min<std::int64_t>(args_.cols, 16);
       const A part = A(1) / static_cast<A>(few);
       for (std::int64_t i = 0; i < few; ++i) {
@@ -54,7 +54,7 @@ class ChannelsFirstForward {
 
   void add_deviations(const PixelTile& tile, A scale, const A (&centers)[kLanes],
                       PixelTotals& totals) const {
-    Reader read(args_.input.data, args_.dtype, tile, args_.pixels);
+    Reader read(args_.input.data, tile, args_.pixels);
     for (std::int64_t first = 0; first < args_.cols; first += kSumChannels) {
       const std::int64_t last = std::min(first + kSumChannels, args_.cols);
       alignas(64) A sum[kLanes] = {};
@@ -145,7 +145,7 @@ class ChannelsFirstForward {
 
   template <bool kSilu>
   void apply(const PixelTile& tile) {
-    Reader read(args_.input.data, args_.dtype, tile, args_.pixels);
+    Reader read(args_.input.data, tile, args_.pixels);
     for (std::int64_t channel = 0; channel < args_.cols; ++channel) {
       const A* const x = read(channel);
       const A weight = parameters_.weight(channel);
@@ -158,7 +158,7 @@ class ChannelsFirstForward {
         std::copy_n(y, kLanes, xhat);
         activate<false>(xhat, kLanes, y, slope);
       }
-      write_pixels(y, args_.output.data, args_.dtype, tile, args_.pixels, channel);
+      write_pixels<kLanes, E>(y, args_.output.data, tile, args_.pixels, channel);
     }
   }
 
@@ -167,7 +167,7 @@ class ChannelsFirstForward {
   PixelNormalizers<kLanes, A> normalizers_;
 };
 
-template <typename Norm, int kLanes, typename A>
+template <typename Norm, int kLanes, typename E, typename A>
 class ChannelsFirstBackward {
  public:
   explicit ChannelsFirstBackward(const ChannelsFirstBackwardArgs& call)
@@ -196,7 +196,7 @@ class ChannelsFirstBackward {
   }
 
  private:
-  using Reader = PixelReader<kLanes, A>;
+  using Reader = PixelReader<kLanes, E, A>;
 
   struct Pixels {
     alignas(64) A mean_wdy[kLanes];
@@ -227,8 +227,8 @@ class ChannelsFirstBackward {
       normalizers_.put(j, is_there ? Norm::saved(stats, tile.row + j, args_.rows).normalizer()
                                    : Normalizer<A>{A(1), A(0), A(0), A(0)});
     }
-    Reader read_x(args_.x.data, args_.dtype, tile, args_.pixels);
-    Reader read_dy(args_.grad_output.data, args_.dtype, tile, args_.pixels);
+    Reader read_x(args_.x.data, tile, args_.pixels);
+    Reader read_dy(args_.grad_output.data, tile, args_.pixels);
     Pixels pixels;
     if (sums_parameters_ || args_.grad_input.data != nullptr) {
       add_up<kSilu>(read_x, read_dy, sums, pixels);
@@ -247,7 +247,7 @@ class ChannelsFirstBackward {
         const A centered = Norm::kCentered ? wdy - pixels.mean_wdy[j] : wdy;
         dx[j] = multiply_add(-xhat[j], pixels.along_xhat[j], centered * pixels.rstd[j]);
       }
-      write_pixels(dx, args_.grad_input.data, args_.dtype, tile, args_.pixels, channel);
+      write_pixels<kLanes, E>(dx, args_.grad_input.data, tile, args_.pixels, channel);
     }
   }
 
@@ -307,40 +307,45 @@ class ChannelsFirstBackward {
   PixelNormalizers<kLanes, A> normalizers_;
 };
 
-// Calls function<Norm, kLanes, A>().
+// Calls function<Norm, kLanes, E, A>().
 template <typename Args, typename Function>
 void with_pixels(const Args& args, const Function& function) {
-  const auto with_lanes = [&]<typename Norm, typename A>() {
+  const auto with_elements = [&]<typename Norm, int kLanes>() {
+    switch (args.dtype) {
+      case DType::kFloat16:
+        return function.template operator()<Norm, kLanes, Float16, float>();
+      case DType::kBFloat16:
+        return function.template operator()<Norm, kLanes, BFloat16, float>();
+      case DType::kFloat32:
+        return function.template operator()<Norm, kLanes, float, float>();
+      case DType::kFloat64:
+        return function.template operator()<Norm, kLanes, double, double>();
+    }
+  };
+  const auto with_lanes = [&]<typename Norm>() {
     if (tile_pixels(args.pixels) == kTilePixels) {
-      function.template operator()<Norm, kTilePixels, A>();
+      with_elements.template operator()<Norm, kTilePixels>();
     } else {
-      function.template operator()<Norm, kFewPixels, A>();
+      with_elements.template operator()<Norm, kFewPixels>();
     }
   };
-  const auto with_norm = [&]<typename A>() {
-    if (args.kind == NormKind::kLayerNorm) {
-      with_lanes.template operator()<LayerNorm, A>();
-    } else {
-      with_lanes.template operator()<BiasedRmsNorm, A>();
-    }
-  };
-  if (args.dtype == DType::kFloat64) {
-    with_norm.template operator()<double>();
+  if (args.kind == NormKind::kLayerNorm) {
+    with_lanes.template operator()<LayerNorm>();
   } else {
-    with_norm.template operator()<float>();
+    with_lanes.template operator()<BiasedRmsNorm>();
   }
 }
 
 inline void channels_first_forward(const ChannelsFirstForwardArgs& args, std::int64_t first_tile,
                                    std::int64_t last_tile) {
-  with_pixels(args, [&]<typename Norm, int kLanes, typename A>() {
-    ChannelsFirstForward<Norm, kLanes, A>(args).run(first_tile, last_tile);
+  with_pixels(args, [&]<typename Norm, int kLanes, typename E, typename A>() {
+    ChannelsFirstForward<Norm, kLanes, E, A>(args).run(first_tile, last_tile);
   });
 }
 inline void channels_first_backward(const ChannelsFirstBackwardArgs& args, std::int64_t first_chunk,
                                     std::int64_t last_chunk, std::int64_t chunks) {
-  with_pixels(args, [&]<typename Norm, int kLanes, typename A>() {
-    ChannelsFirstBackward<Norm, kLanes, A>(args).run(first_chunk, last_chunk, chunks);
+  with_pixels(args, [&]<typename Norm, int kLanes, typename E, typename A>() {
+    ChannelsFirstBackward<Norm, kLanes, E, A>(args).run(first_chunk, last_chunk, chunks);
   });
 }
 

@@ -3,7 +3,8 @@
 
 #define FUSED_OP_CPU_LEVEL baseline
 #define FUSED_OP_CPU_F16C 0
-// On x86-64, CPUs of before 2013: loops for 16-bit rows would be a fifth of the module.
+// On x86-64 only CPUs from before 2013 run this level: not worth loops of their own for 16-bit
+// rows.
 #define FUSED_OP_CPU_READS_16_BITS (!FUSED_OP_CPU_X86)
 #define FUSED_OP_CPU_ROWS 1
 #include "cpu/loops.h"

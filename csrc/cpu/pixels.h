@@ -10,41 +10,44 @@ namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
 // Pixels of a tile, some of which a sample's last tile may lack: their lanes compute zeros. Every
 // loop over lanes has kLanes steps.
-template <int kLanes, typename A>
+template <int kLanes, typename E, typename A>
 class PixelReader {
  public:
-  PixelReader(const void* data, DType dtype, const PixelTile& tile, std::int64_t pixels)
-      : data_(data),
-        dtype_(dtype),
-        first_(tile.first),
-        count_(tile.count),
-        pixels_(pixels),
-        in_place_(dtype == kDTypeOf<A> && tile.count == kLanes) {}
+  PixelReader(const void* data, const PixelTile& tile, std::int64_t pixels)
+      : from_(static_cast<const E*>(data) + tile.first), pixels_(pixels), count_(tile.count) {}
 
   // Valid until the next call.
   FUSED_OP_CPU_INLINE const A* operator()(std::int64_t channel) {
-    const std::int64_t first = first_ + channel * pixels_;
-    if (in_place_) {
-      return static_cast<const A*>(data_) + first;
+    const E* const from = from_ + channel * pixels_;
+    if constexpr (std::is_same_v<E, A>) {
+      if (count_ == kLanes) {
+        return from;
+      }
     }
-    read_elements(data_, dtype_, first, count_, values_);
+    if (count_ == kLanes) {
+      load_pack<kLanes>(from, values_);
+    } else {
+      read<E>(from, 0, count_, values_);
+    }
     return values_;
   }
 
  private:
-  const void* data_;
-  DType dtype_;
-  std::int64_t first_;
-  std::int64_t count_;
+  const E* from_;
   std::int64_t pixels_;
-  bool in_place_;
+  std::int64_t count_;
   alignas(64) A values_[kLanes] = {};
 };
 
-template <typename A>
-void write_pixels(const A* from, void* data, DType dtype, const PixelTile& tile,
-                  std::int64_t pixels, std::int64_t channel) {
-  write_elements(from, data, dtype, tile.first + channel * pixels, tile.count);
+template <int kLanes, typename E, typename A>
+FUSED_OP_CPU_INLINE void write_pixels(const A* from, void* data, const PixelTile& tile,
+                                      std::int64_t pixels, std::int64_t channel) {
+  E* const to = static_cast<E*>(data) + tile.first + channel * pixels;
+  if (tile.count == kLanes) {
+    store_pack<kLanes>(from, to);
+  } else {
+    write<E>(from, to, 0, tile.count);
+  }
 }
 
 // Weight and bias as accumulators; of what is absent, what changes nothing, not even a zero's sign.

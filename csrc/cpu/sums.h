@@ -48,7 +48,7 @@ constexpr auto kLaneMasks = [] {
   return masks;
 }();
 
-// The masks of a pack for columns [first, last), or of a whole one.
+// The masks of a pack of which only the last columns, [first, last), are new.
 template <int kLanes, typename A>
 FUSED_OP_CPU_INLINE const Bits<A>* masks_of(std::int64_t first, std::int64_t last) {
   return &kLaneMasks<A>[static_cast<std::size_t>(kMaxLanes - kLanes + (last - first))];

@@ -220,7 +220,8 @@ def bounds(call: Call, x: Tensor, found: dict, inputs: dict) -> dict[str, Tensor
     weight, bias = wide(inputs["weight"]), wide(inputs["bias"])
     of = condition(op, EPS, x, weight, bias, dy)
     if call.efficient:  # a weight near zero makes much of the rounding of the output
-        xhat = (wide(found["output"]) - (0 if bias is None else bias)) / weight
+        xhat = wide(found["output"]) - (0 if bias is None else bias)
+        xhat = xhat / (1 if weight is None else weight)
         read = condition(op, EPS, x, weight, bias, dy, xhat=xhat.reshape(x.shape))
         of |= {name: torch.maximum(of[name], read[name]) for name in ("grad_x", "grad_weight")}
     if inputs["grad_sum"] is not None:

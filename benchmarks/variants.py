@@ -8,8 +8,9 @@ copy for forward, a device add for backward.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -232,9 +233,15 @@ VARIANTS = (
 
 
 def measure(
-    variant: Variant, rows: int, cols: int, timer: Timer, device: torch.device, limits: Any
+    variant: Variant,
+    rows: int,
+    cols: int,
+    timer: Timer,
+    device: torch.device,
+    limits: Any,
+    peers: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Forward without gradients and backward at one shape, in bf16, of everyone who has it."""
+    """Forward without gradients and backward at one shape, in bf16; peers: None means all."""
 
     def limit(kind: str, total: int) -> float:
         if (kind, total) not in limits:
@@ -257,6 +264,8 @@ def measure(
             for _ in range(timer.sets_for(forward))
         ]
         for who, function in variant.functions.items():
+            if peers is not None and who not in peers:
+                continue
             try:
                 us = _forward_us(function, sets, timer, forward)
                 row["peers"][who] = {"forward": limit("copy", forward) / us}
@@ -287,18 +296,30 @@ def _backward_us(function: Callable[..., Any], sets: Any, timer: Timer, total: i
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.variants", description=__doc__)
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    names = [variant.name for variant in VARIANTS]
+    parser.add_argument("--variant", action="append", choices=names, help="default: all")
+    parser.add_argument("--rows", action="append", type=int, help="shapes of so many; default: all")
+    parser.add_argument(
+        "--peers",
+        type=lambda text: text.split(","),
+        metavar="NAME,...",
+        help="fused_op is one; default: all, of which torch.compile takes up to a minute a shape",
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks.variants measures on a GPU, and there is none")
     timer = GraphTimer("cuda")
     result: dict[str, Any] = {
-        "environment": environment(timer.device, (), "python -m benchmarks.variants"),
+        "environment": environment(timer.device, (), shlex.join(sys.orig_argv)),
         "rows": [],
     }
     limits: dict[tuple[str, int], float] = {}
-    for variant in VARIANTS:
+    chosen = [v for v in VARIANTS if v.name in (options.variant or names)]
+    for variant in chosen:
         for rows, cols in variant.shapes:
-            row = measure(variant, rows, cols, timer, timer.device, limits)
+            if options.rows and rows not in options.rows:
+                continue
+            row = measure(variant, rows, cols, timer, timer.device, limits, options.peers)
             result["rows"].append(row)
             write_json(options.json, result)
             print(f"{variant.name:28} {rows:7} x {cols:5}")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import block_table, cpu, gpu_tables, host, model_table, options, profile
+from . import block_table, cpu, gpu_tables, host, model_table, options, profile, variant_table
 from .peers import OURS
 from .report import RESULTS, ROOT
 
@@ -88,6 +88,7 @@ TABLES = (
     Table(PERFORMANCE, "models", RESULTS / "models", below(model_table.steps)),
     Table(PERFORMANCE, "training", RESULTS / "llama", training_table),
     Table(PERFORMANCE, "options", RESULTS / "options", rows_below(options.table)),
+    Table(PERFORMANCE, "variants", RESULTS / "variants", rows_below(variant_table.table)),
     Table(MEASUREMENTS, "shapes", RESULTS, below(gpu_tables.all_shapes)),
     Table(
         MEASUREMENTS,

@@ -312,6 +312,9 @@ def main() -> None:
         help="fused_op is one; default: all, of which torch.compile takes up to a minute a shape",
     )
     options = parser.parse_args()
+    known = {who for variant in VARIANTS for who in variant.functions}
+    if unknown := set(options.peers or ()) - known:
+        parser.error(f"no peers: {sorted(unknown)}; there are {sorted(known)}")
     if not torch.cuda.is_available():
         sys.exit("benchmarks.variants measures on a GPU, and there is none")
     timer = GraphTimer("cuda")

@@ -100,9 +100,11 @@ def test_changes_its_class_and_nothing_else(name, dtype, device):
     rounds_twice = name == "llama" and dtype is not F32
     assert converted.ulps == 1 + rounds_twice
     is_16_bit = dtype.itemsize == 2 and len(state["_parameters"]) > 0 and "no weight" not in name
-    # In float16, sums in another order on a GPU may round one element in thousands the other way.
-    if device == "cpu" or dtype is not F16 or not is_16_bit:
-        assert converted.same_roundings == (is_16_bit and not rounds_twice)
+    same = is_16_bit and not rounds_twice
+    # PyTorch's kernels on a GPU add up in another order. In float16, more results than the same
+    # roundings allow may then differ in the last bit.
+    may_differ = same and dtype is F16 and device == "cuda"
+    assert converted.same_roundings == same or may_differ
     for rank in ranks:
         x = images(dtype, (2, COLS, 3, 5, 2)[:rank], device)
         wanted = original.state_dict(keep_vars=True).values(), module.state_dict(keep_vars=True)

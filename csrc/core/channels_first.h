@@ -34,10 +34,13 @@ struct PixelTile {
     return (pixels + size - 1) / size;
   }
   FUSED_OP_HD PixelTile(std::int64_t number, std::int64_t size, std::int64_t channels,
-                        std::int64_t pixels) {
-    const std::int64_t tiles = tiles_of_sample(pixels, size);
-    const std::int64_t sample = number / tiles;
-    const std::int64_t pixel = number % tiles * size;
+                        std::int64_t pixels)
+      : PixelTile(number / tiles_of_sample(pixels, size), number % tiles_of_sample(pixels, size),
+                  size, channels, pixels) {}
+  // The tile of that number in a sample.
+  FUSED_OP_HD PixelTile(std::int64_t sample, std::int64_t tile, std::int64_t size,
+                        std::int64_t channels, std::int64_t pixels) {
+    const std::int64_t pixel = tile * size;
     row = sample * pixels + pixel;
     first = sample * channels * pixels + pixel;
     count = pixels - pixel < size ? pixels - pixel : size;

@@ -1,103 +1,95 @@
-// Backward of norms over channels. As in forward, lanes take pixels and warps take channels. A
-// group processes many tiles one after another and writes one row of partial sums of the
-// parameters' gradients, which add_partials_kernel adds up. Compiled by NVRTC; torch-free.
+// Backward of norms over channels. A CTA writes one row of partial sums of the parameters'
+// gradients, which add_partials_kernel adds up. Compiled by NVRTC; torch-free.
 #pragma once
 
 #include "cuda/backward_tile.h"
-#include "cuda/channels_first.cuh"
+#include "cuda/channel_parameters.cuh"
 #include "cuda/dependent_launch.cuh"
+#include "cuda/staged_tile.cuh"
 
 namespace fused_op::cuda {
 
-// Sums each of kCount values, a power of two up to 32, over the lanes of a warp. Lane k · 32/kCount
-// and those behind it return the sum of value k. Each step halves the number of values that a lane
-// holds, so there is about one shuffle per value.
-template <int kCount, int kOffset = kWarpSize / 2, typename A, int kSize>
-__device__ __forceinline__ A sum_over_lanes(A (&values)[kSize], int lane) {
-  if constexpr (kOffset == 0) {
-    return values[0];
-  } else if constexpr (kCount == 1) {
-    values[0] += __shfl_xor_sync(kAllLanes, values[0], kOffset);
-    return sum_over_lanes<1, kOffset / 2>(values, lane);
-  } else {
-    constexpr int kHalf = kCount / 2;
-    const bool upper = (lane & kOffset) != 0;
-#pragma unroll
-    for (int k = 0; k < kHalf; ++k) {
-      const A mine = upper ? values[k + kHalf] : values[k];
-      const A theirs = upper ? values[k] : values[k + kHalf];
-      values[k] = mine + __shfl_xor_sync(kAllLanes, theirs, kOffset);
-    }
-    return sum_over_lanes<kHalf, kOffset / 2>(values, lane);
-  }
-}
-
-// Adds the sums of a warp's channels over pixels to the group's row of partial sums. A lane writes
-// the same channels in every tile, and no other thread reads or writes them.
+// The sums of each channel over the pixels of a CTA's tiles, [2, partials_stride(channels)].
 template <typename Op>
 struct ChannelSums {
   using A = typename Op::A;
-  static constexpr int kAtOnce = 8;  // channels
-  static constexpr int kCount = 2 * kAtOnce;
 
-  const PixelPlace<Op>& place;
-  A* partials;  // [2, partials_stride(channels)] of the group
-  bool adds;    // to the sums of earlier tiles; false for the first tile
+  A* sums;  // in shared memory, or in the workspace
+  std::int64_t stride;
 
-  // `values` are this lane's sums for channels i, i + 1, ..: those for the weight, then those for
-  // the bias.
-  __device__ __forceinline__ void put(int i, A (&values)[kCount]) const {
-    const A total = sum_over_lanes<kCount>(values, place.lane);
-    const int value = place.lane / (kWarpSize / kCount);
-    const int number = i + value % kAtOnce;
-    if (place.lane % (kWarpSize / kCount) == 0 && number < place.count() && place.has(number)) {
-      A* const target =
-          partials + (value / kAtOnce) * partials_stride(place.channels) + place.channel(number);
-      *target = adds ? *target + total : total;
+  __device__ __forceinline__ void clear() const {
+    for (std::int64_t i = threadIdx.x; i < 2 * stride; i += Op::kThreads) {
+      sums[i] = A(0);
+    }
+    __syncthreads();
+  }
+  // `values` are a thread's sums over its pixels of this channel: those for the weight and for the
+  // bias. All lanes of a warp call it together. No two threads add to the same sum.
+  __device__ __forceinline__ void add(const PixelThread<Op>& thread, std::int64_t channel,
+                                      bool exists, A (&values)[2]) const {
+    sum_over_lanes<2, Op::kLanes / 2, 1>(values, thread.in_warp);
+    constexpr int kSharers = Op::kLanes / 2;  // lanes with the same sum
+    if (exists && thread.lane % kSharers == 0) {
+      sums[thread.lane / kSharers * stride + channel] += values[0];
     }
   }
-  // Clears the columns behind the last channel, which add_partials_kernel reads too. One warp does
-  // so, once.
-  __device__ __forceinline__ void clear_padding() const {
-    const std::int64_t stride = partials_stride(place.channels);
-    const std::int64_t column = place.channels + place.lane;
-    if (place.warp == 0 && column < stride) {
-      partials[column] = partials[stride + column] = A(0);
+  __device__ __forceinline__ void copy_to(A* partials) const {
+    __syncthreads();
+    for (std::int64_t i = threadIdx.x; i < 2 * stride; i += Op::kThreads) {
+      partials[i] = sums[i];
     }
   }
 };
 
+// Backward of the tile in use.
 template <typename Op>
 struct ChannelsFirstBackward {
   using A = typename Op::A;
   using E = typename Op::E;
   using Norm = typename Op::Norm;
-  using Sums = WarpSums<Op, 2>;
   static constexpr int N = Op::N;
 
   const ChannelsFirstBackwardArgs& args;
-  const PixelPlace<Op>& place;
-  const ChannelParameters<Op>& parameters;
-  const Channels<Op, Op::kKept>& x;
-  const Channels<Op, Op::kKept>& dy;
+  const PixelThread<Op>& thread;
+  const StagedTile<Op>& tile;
+  const PixelExchange<Op>& exchange;
+  ChannelParameters<Op> parameters;
   Normalizer<A> normalizers[N];
 
-  __device__ __forceinline__ void find_normalizers() {
+  // The values of a pixel that its owner shares: the fields of its Normalizer, and later its sums.
+  enum Shared { kMean, kRstd, kScale };
+  enum Sums { kOfWdyXhat, kOfWdy };
+
+  // Called by all threads, before a barrier.
+  __device__ __forceinline__ void share_normalizers() const {
+    if (exchange.owns()) {
+      Normalizer<A> own{A(1), A(0), A(0), A(0)};
+      if (tile.owns()) {
+        own =
+            Norm::saved(static_cast<const A*>(args.stats), tile.own_row(), args.rows).normalizer();
+      }
+      exchange.set(kMean, own.mean);
+      exchange.set(kRstd, own.rstd);
+      exchange.set(kScale, own.scale);
+    }
+  }
+  // Called by all threads, after it.
+  __device__ __forceinline__ void take_normalizers() {
+    A means[N], rstds[N], scales[N];
+    exchange.get(kMean, means);
+    exchange.get(kRstd, rstds);
+    exchange.get(kScale, scales);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      normalizers[j] = {A(1), A(0), A(0), A(0)};
-      if (place.live) {
-        normalizers[j] =
-            Norm::saved(static_cast<const A*>(args.stats), place.row + j, args.rows).normalizer();
-      }
+      normalizers[j] = {scales[j], means[j], A(0), rstds[j]};
     }
   }
 
-  // x̂ of channel i, and dn, the gradient with respect to the norm's output.
-  __device__ __forceinline__ void normalize(int i, A weight, A (&xhat)[N], A (&dn)[N]) const {
-    x.get(i, xhat);
-    dy.get(i, dn);
-    const A bias = Op::kSilu ? parameters.bias(place.channel(i)) : A(0);
+  // x̂ of a channel, and dn, the gradient with respect to the norm's output.
+  __device__ __forceinline__ void normalize(const Pack<E, N> (&packs)[2], A weight, A bias,
+                                            A (&xhat)[N], A (&dn)[N]) const {
+    to_values(packs[0], xhat);
+    to_values(packs[1], dn);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       xhat[j] = Norm::normalized(xhat[j], normalizers[j]);
@@ -106,105 +98,99 @@ struct ChannelsFirstBackward {
       }
     }
   }
+  __device__ __forceinline__ A bias(std::int64_t channel, bool exists = true) const {
+    return Op::kSilu ? parameters.bias(channel, exists) : A(0);
+  }
 
-  // Adds up the two sums of each pixel, and also those of each channel if `leaves`.
-  __device__ __forceinline__ void add_up(const Sums& sums, const ChannelSums<Op>& channel_sums,
-                                         bool leaves, A (&totals)[2][N]) const {
-    constexpr int kAtOnce = ChannelSums<Op>::kAtOnce;
-    static_assert(kFoldedChannels % kAtOnce == 0);
-    A waiting[ChannelSums<Op>::kCount] = {};
-    add_channels<Op, Op::kKept>(place, totals, [&](int i, A(&parts)[2][N]) {
-      const A weight = parameters.weight(place.channel(i));
+  // The two sums of each pixel, and also those of each channel if `leaves`.
+  __device__ __forceinline__ void add_up(const ChannelSums<Op>& channel_sums, bool leaves,
+                                         A (&totals)[2][N]) const {
+    A sums[2][N] = {};
+    tile.read(thread, [&](std::int64_t channel, bool exists, const Pack<E, N>(&packs)[2]) {
+      const A weight = parameters.weight(channel, exists);
       A xhat[N], dn[N];
-      normalize(i, weight, xhat, dn);
-      A of_weight = 0;
-      A of_bias = 0;
+      normalize(packs, weight, bias(channel, exists), xhat, dn);
+      A of_channel[2] = {};
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        of_weight = multiply_add(dn[j], xhat[j], of_weight);
-        of_bias += dn[j];
+        of_channel[0] = multiply_add(dn[j], xhat[j], of_channel[0]);
+        of_channel[1] += dn[j];
         const A wdy = dn[j] * weight;
-        parts[0][j] = multiply_add(wdy, xhat[j], parts[0][j]);
-        parts[1][j] += wdy;
+        sums[kOfWdyXhat][j] = multiply_add(wdy, xhat[j], sums[kOfWdyXhat][j]);
+        sums[kOfWdy][j] += wdy;
       }
       if (leaves) {
-        leave(channel_sums, i, of_weight, of_bias, waiting);
+        channel_sums.add(thread, channel, exists, of_channel);
       }
     });
-    sums.add(place, totals);
-  }
-  // Collects the sums of kAtOnce channels and then puts them together. All lanes of a warp have the
-  // same channels, so they come here together.
-  __device__ __forceinline__ void leave(const ChannelSums<Op>& channel_sums, int i, A of_weight,
-                                        A of_bias, A (&waiting)[ChannelSums<Op>::kCount]) const {
-    constexpr int kAtOnce = ChannelSums<Op>::kAtOnce;
-    // Constant indices keep `waiting` in registers.
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      waiting[k] = i % kAtOnce == k ? of_weight : waiting[k];
-      waiting[k + kAtOnce] = i % kAtOnce == k ? of_bias : waiting[k + kAtOnce];
-    }
-    const bool is_last = i + 1 == place.count() || !place.has(i + 1);
-    if (i % kAtOnce == kAtOnce - 1 || is_last) {
-      channel_sums.put(i - i % kAtOnce, waiting);
-    }
+    exchange.add(sums, [&](const A(&own)[2]) {
+      exchange.set(kOfWdyXhat, own[kOfWdyXhat]);
+      exchange.set(kOfWdy, own[kOfWdy]);
+    });
+    exchange.get(kOfWdyXhat, totals[kOfWdyXhat]);
+    exchange.get(kOfWdy, totals[kOfWdy]);
   }
 
   __device__ __forceinline__ void write(const A (&totals)[2][N]) const {
-    const A inverse = reciprocal(static_cast<A>(place.channels));
-    const PixelPlace<Op> target = place.again();
-    for_channels<Op, Op::kKept>(place, [&](int i) {
-      const A weight = parameters.weight(place.channel(i));
+    const A inverse = reciprocal(static_cast<A>(args.cols));
+    const auto gradient = [&](std::int64_t channel, const Pack<E, N>(&packs)[2]) {
+      const A weight = parameters.weight(channel);
       A xhat[N], dn[N];
-      normalize(i, weight, xhat, dn);
+      normalize(packs, weight, bias(channel), xhat, dn);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        const Pullback<Norm, A> pullback({totals[0][j], totals[1][j]}, normalizers[j], inverse);
+        const Pullback<Norm, A> pullback({totals[kOfWdyXhat][j], totals[kOfWdy][j]}, normalizers[j],
+                                         inverse);
         xhat[j] = pullback(dn[j] * weight, xhat[j]);
       }
-      if (place.live) {
-        store_bytes<sizeof(E) * N>(static_cast<E*>(args.grad_input.data) + target.element(i),
-                                   rounded<E>(xhat).words);
-      }
-    });
+      return rounded<E>(xhat);
+    };
+    tile.write(thread, args.grad_input.data, gradient);
   }
 };
 
-// grid and block are as in forward, but there may be fewer groups than tiles. partials: null, or
-// [groups, 2, partials_stride(channels)].
+// block: Op::kThreads. Shared memory: tiles, exchanged_values(), and the sums of channels if
+// steps.keeps_sums. partials: null, or [CTAs, 2, partials_stride(channels)].
 template <typename Op>
-__global__ void __launch_bounds__(Op::kThreads, 512 / Op::kThreads)
+__global__ void __launch_bounds__(Op::kThreads, Op::kCtasPerSm)
     channels_first_backward_kernel(const __grid_constant__ ChannelsFirstBackwardArgs args,
-                                   const std::int64_t tiles, typename Op::A* partials) {
+                                   const __grid_constant__ ChannelsFirstBackwardSteps steps,
+                                   typename Op::A* partials) {
   using A = typename Op::A;
   using W = typename Op::W;
-  using Backward = ChannelsFirstBackward<Op>;
-  __shared__ typename Backward::Sums::Shared shared;
-  const typename Backward::Sums sums{shared};
-  const std::int64_t groups = static_cast<std::int64_t>(gridDim.x) * Op::kGroups;
-  const std::int64_t group =
-      static_cast<std::int64_t>(blockIdx.x) * Op::kGroups + static_cast<int>(threadIdx.z);
-  const ChannelParameters<Op> parameters{static_cast<const W*>(args.weight),
-                                         static_cast<const W*>(args.bias)};
+  extern __shared__ __align__(128) unsigned char shared[];
+  const PixelThread<Op> thread;
   await_kernels_before();
-  // A group without a tile writes zeros.
+  StagedTile<Op> tile(steps, shared, args.x.data, args.grad_output.data, args.cols, args.pixels);
+  A* const exchanged = reinterpret_cast<A*>(shared + steps.stages * 2 * steps.some * Op::kRowBytes);
+  const PixelExchange<Op> exchange(exchanged, thread);
+  const std::int64_t stride = partials_stride(args.cols);
+  A* const row = partials + blockIdx.x * 2 * stride;
+  const ChannelSums<Op> channel_sums{
+      steps.keeps_sums ? exchanged + exchanged_values(Op::kTile, Op::kWarps) : row, stride};
+  if (partials != nullptr) {
+    channel_sums.clear();
+  }
+  ChannelsFirstBackward<Op> backward{
+      args,
+      thread,
+      tile,
+      exchange,
+      {static_cast<const W*>(args.weight), static_cast<const W*>(args.bias)},
+      {}};
 #pragma unroll 1
-  for (std::int64_t number = group; number == group || number < tiles; number += groups) {
-    const PixelPlace<Op> place(number, tiles, args.cols, args.pixels);
-    const Channels<Op, Op::kKept> x(args.x.data, place);
-    const Channels<Op, Op::kKept> dy(args.grad_output.data, place);
-    Backward backward{args, place, parameters, x, dy, {}};
-    backward.find_normalizers();
-    const std::int64_t row = 2 * partials_stride(place.channels);
-    const ChannelSums<Op> channel_sums{place, partials + group * row, number != group};
-    if (partials != nullptr && number == group) {
-      channel_sums.clear_padding();
-    }
-    A totals[2][Op::N] = {};
-    backward.add_up(sums, channel_sums, partials != nullptr, totals);
+  do {
+    backward.share_normalizers();
+    tile.begin();
+    backward.take_normalizers();
+    A totals[2][Op::N];
+    backward.add_up(channel_sums, partials != nullptr, totals);
     if (args.grad_input.data != nullptr) {
       backward.write(totals);
     }
+  } while (tile.next());
+  if (partials != nullptr && steps.keeps_sums) {
+    channel_sums.copy_to(row);
   }
 }
 

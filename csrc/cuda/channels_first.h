@@ -7,9 +7,10 @@
 
 namespace fused_op::cuda {
 
-// A group of warps processes a tile of kWarpSize · pack neighbouring pixels. A lane has `pack` of
-// them, in every channel that its warp has: every `warps`-th one. Which warp has a channel depends
-// on the number of channels alone, and so does the order of every sum over channels.
+// Forward. A group of warps processes a tile of kWarpSize · pack neighbouring pixels. A lane has
+// `pack` of them, in every channel that its warp has: every `warps`-th one. Which warp has a
+// channel depends on the number of channels alone, and so does the order of every sum over
+// channels.
 struct ChannelsFirstPlan {
   int pack;      // pixels of a lane
   int warps;     // warps of a group
@@ -17,14 +18,50 @@ struct ChannelsFirstPlan {
   int channels;  // a constant of the kernel, which then keeps what it reads; 0: it reads again
   std::int64_t tiles;
   std::int64_t ctas;
-  std::int64_t partials_bytes = 0;  // backward: one row for each group; 0: no gradient needs it
-
-  std::int64_t all_groups() const { return ctas * groups; }
-  int tile_pixels() const { return kWarpSize * pack; }
 };
 
 // How many terms a lane adds up before it adds their sum to a total. This keeps sums over many
 // channels accurate.
 constexpr int kFoldedChannels = 32;
+
+// Backward. A CTA processes tiles of neighbouring pixels, one after another. It copies a tile's
+// channels to shared memory. There each thread has a vector of 16 bytes, its pixels, in the
+// channels of one slice: in every `slices`-th one. The order of every sum over channels follows
+// from the slices, and these from the number of channels alone.
+struct ChannelsFirstBackwardPlan {
+  int pack;           // pixels that one copy moves, as addresses allow
+  int lanes;          // threads side by side in a tile
+  int slices;         // of the channels
+  int stages;         // tiles in shared memory; with two, one is copied while the other is in use
+  std::int64_t some;  // channels in shared memory at once: all, or as many as there is room for
+  bool keeps_sums;    // of channels in shared memory, else in the workspace
+  std::int64_t tiles;
+  std::int64_t ctas;
+  std::int64_t shared_bytes;
+  std::int64_t partials_bytes = 0;  // one row for each CTA; 0: no gradient needs it
+
+  int threads() const { return lanes * slices; }
+};
+
+// The part of a plan that kernels read at run time.
+struct ChannelsFirstBackwardSteps {
+  std::int64_t samples;
+  std::int64_t some;
+  int stages;
+  bool keeps_sums;
+};
+
+// The threads of an SM. Each may take 128 registers.
+constexpr int kThreadsOfSm = 512;
+
+// The sums of each pixel that a CTA adds up over its slices, and the values of a pixel that its
+// threads share at once, at most.
+constexpr int kPixelSums = 2;
+constexpr int kPixelValues = 3;
+
+// How many values of a tile its threads exchange: those, and the sums of each warp.
+FUSED_OP_HD constexpr int exchanged_values(int tile, int warps) {
+  return tile * (kPixelValues + kPixelSums * warps);
+}
 
 }  // namespace fused_op::cuda

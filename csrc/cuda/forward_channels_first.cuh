@@ -3,8 +3,8 @@
 // then over a few warps. Compiled by NVRTC; torch-free.
 #pragma once
 
-#include "cuda/channels_first.cuh"
 #include "cuda/dependent_launch.cuh"
+#include "cuda/forward_channels_tile.cuh"
 
 namespace fused_op::cuda {
 

@@ -5,35 +5,47 @@ namespace fused_op::cuda {
 namespace {
 
 template <typename Args>
-KernelKey key_of(KernelKind kind, const Args& args, const ChannelsFirstPlan& plan) {
+KeyBits key_of(KernelKind kind, const Args& args) {
   return KeyBits(kind)
       .add(bits(args.kind), 3)
       .add(bits(args.dtype), 2)
       .add(bits(args.param_dtype), 2)
-      .add(args.silu, 1)
+      .add(args.silu, 1);
+}
+KernelKey key_of(const ChannelsFirstForwardArgs& args, const ChannelsFirstPlan& plan) {
+  return key_of(KernelKind::kChannelsFirstForward, args)
       .add(bits(plan.pack), 4)
       .add(bits(plan.warps), 5)
       .add(bits(plan.groups), 4)
       .add(bits(plan.channels), 32)
       .key();
 }
-
-template <typename Args>
-const Kernel& kernel_of(KernelKind kind, const char* header, const Args& args,
-                        ChannelsFirstPlan plan, const DeviceInfo& device) {
-  KernelKey key = key_of(kind, args, plan);
-  if (plan.channels > 0 && has_too_many_kernels(key, device)) {
-    plan.channels = 0;
-    key = key_of(kind, args, plan);
-  }
-  return require_kernel(
-      key, device, [&] { return KernelSource{.header = header, .name = kernel_name(args, plan)}; });
+KernelKey key_of(const ChannelsFirstBackwardArgs& args, const ChannelsFirstBackwardPlan& plan) {
+  return key_of(KernelKind::kChannelsFirstBackward, args)
+      .add(bits(plan.pack), 4)
+      .add(bits(plan.lanes), 6)
+      .add(bits(plan.slices), 8)
+      .key();
 }
 
-LaunchShape shape_of(const ChannelsFirstPlan& plan) {
-  return {.grid = dim3(static_cast<unsigned>(plan.ctas)),
-          .block = dim3(kWarpSize, static_cast<unsigned>(plan.warps),
-                        static_cast<unsigned>(plan.groups))};
+const Kernel& kernel_of(const ChannelsFirstForwardArgs& args, ChannelsFirstPlan plan,
+                        const DeviceInfo& device) {
+  KernelKey key = key_of(args, plan);
+  if (plan.channels > 0 && has_too_many_kernels(key, device)) {
+    plan.channels = 0;
+    key = key_of(args, plan);
+  }
+  return require_kernel(key, device, [&] {
+    return KernelSource{.header = kChannelsFirstForwardHeader, .name = kernel_name(args, plan)};
+  });
+}
+const Kernel& kernel_of(const ChannelsFirstBackwardArgs& args,
+                        const ChannelsFirstBackwardPlan& plan, const DeviceInfo& device) {
+  const Kernel& kernel = require_kernel(key_of(args, plan), device, [&] {
+    return KernelSource{.header = kChannelsFirstBackwardHeader, .name = kernel_name(args, plan)};
+  });
+  kernel.allow_shared(static_cast<int>(plan.shared_bytes), device);  // plans stay within it
+  return kernel;
 }
 
 }  // namespace
@@ -41,24 +53,29 @@ LaunchShape shape_of(const ChannelsFirstPlan& plan) {
 void launch_channels_first(const ChannelsFirstForwardArgs& args, const DeviceInfo& device,
                            cudaStream_t stream) {
   const ChannelsFirstPlan plan = plan_channels_first(args, device);
-  const Kernel& kernel =
-      kernel_of(KernelKind::kChannelsFirstForward, kChannelsFirstForwardHeader, args, plan, device);
-  launch(kernel, shape_of(plan), {&args, &plan.tiles}, device, stream);
+  const Kernel& kernel = kernel_of(args, plan, device);
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(plan.ctas)),
+                          .block = dim3(kWarpSize, static_cast<unsigned>(plan.warps),
+                                        static_cast<unsigned>(plan.groups))};
+  launch(kernel, shape, {&args, &plan.tiles}, device, stream);
 }
 
 void launch_channels_first(const ChannelsFirstBackwardArgs& args, const DeviceInfo& device,
                            cudaStream_t stream) {
-  const ChannelsFirstPlan plan = plan_channels_first(args, device);
-  const Kernel& kernel = kernel_of(KernelKind::kChannelsFirstBackward, kChannelsFirstBackwardHeader,
-                                   args, plan, device);
+  const ChannelsFirstBackwardPlan plan = plan_channels_first(args, device);
+  const Kernel& kernel = kernel_of(args, plan, device);
   const BackwardSpec spec = spec_of(args);
   const bool sums = plan.partials_bytes > 0;
   const Kernel* const adder = sums ? &add_partials_kernel(spec, device) : nullptr;
   const void* const partials = sums ? args.workspace : nullptr;
-  const cudaError_t status =
-      launch(kernel, shape_of(plan), {&args, &plan.tiles, &partials}, device, stream);
+  const ChannelsFirstBackwardSteps steps{args.rows / args.pixels, plan.some, plan.stages,
+                                         plan.keeps_sums};
+  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(plan.ctas)),
+                          .block = dim3(static_cast<unsigned>(plan.threads())),
+                          .shared_bytes = plan.shared_bytes};
+  const cudaError_t status = launch(kernel, shape, {&args, &steps, &partials}, device, stream);
   if (sums && status == cudaSuccess) {
-    launch_add_partials(*adder, args, spec, partials, plan.all_groups(), device, stream);
+    launch_add_partials(*adder, args, spec, partials, plan.ctas, device, stream);
   }
 }
 

@@ -290,10 +290,11 @@ bool fits_cta(const NormBackwardArgs& args, const BackwardSpec& spec, const Devi
 // Norms over channels.
 ChannelsFirstPlan plan_channels_first(const ChannelsFirstForwardArgs& args,
                                       const DeviceInfo& device);
-ChannelsFirstPlan plan_channels_first(const ChannelsFirstBackwardArgs& args,
-                                      const DeviceInfo& device);
+ChannelsFirstBackwardPlan plan_channels_first(const ChannelsFirstBackwardArgs& args,
+                                              const DeviceInfo& device);
 std::string kernel_name(const ChannelsFirstForwardArgs& args, const ChannelsFirstPlan& plan);
-std::string kernel_name(const ChannelsFirstBackwardArgs& args, const ChannelsFirstPlan& plan);
+std::string kernel_name(const ChannelsFirstBackwardArgs& args,
+                        const ChannelsFirstBackwardPlan& plan);
 
 // The kernel that adds partial sums.
 std::string partials_kernel_name(const BackwardSpec& spec);

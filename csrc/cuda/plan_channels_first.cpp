@@ -1,9 +1,8 @@
-// Plans of norms over channels: see channels_first.h. Host code without CUDA or torch.
+// Plans of forward of norms over channels: see channels_first.h. Host code without CUDA or torch.
 #include <algorithm>
 #include <cstdint>
 
 #include "core/pack.h"
-#include "cuda/backward_tile.h"
 #include "cuda/plan.h"
 #include "cuda/plan_names.h"
 
@@ -17,8 +16,8 @@ constexpr int kLeastBytes = 4;      // of a pack, unless addresses allow only fe
 constexpr int kReadAgainBytes = 8;  // of a pack of channels that are not kept
 // How many words a thread may keep and compute with, of 128 registers. With 64 registers, kernels
 // of some shapes spill.
-constexpr int kMostForwardWords = 56;
-constexpr int kMostBackwardWords = 60;
+constexpr int kMostWords = 56;
+constexpr int kValues = 4;  // of a pixel, in registers
 
 // The warps of a group. The order of sums follows from them, so they depend on the channels alone.
 int warps_of(std::int64_t channels) {
@@ -35,9 +34,6 @@ struct Call {
   std::int64_t rows;
   std::int64_t channels;
   std::int64_t pixels;
-  int streams;               // that are read
-  int values;                // of a pixel, in registers
-  int most_words;            // of a thread
   std::uintptr_t addresses;  // or'ed
 };
 
@@ -52,7 +48,7 @@ bool fits_registers(const Call& call, int pack, int warps) {
   const std::int64_t each = ceil_div(call.channels, warps);
   const int words = std::max(pack * size_of(call.dtype) / 4, 1);
   const int value_words = call.dtype == DType::kFloat64 ? 2 : 1;
-  return call.streams * each * words + call.values * pack * value_words <= call.most_words;
+  return each * words + kValues * pack * value_words <= kMostWords;
 }
 
 ChannelsFirstPlan plan_of(const Call& call, const DeviceInfo& device) {
@@ -86,13 +82,6 @@ ChannelsFirstPlan plan_of(const Call& call, const DeviceInfo& device) {
 
 std::uintptr_t address(const void* data) { return reinterpret_cast<std::uintptr_t>(data); }
 
-template <typename Args>
-std::string op_name(const Args& args, const ChannelsFirstPlan& plan) {
-  return "fused_op::cuda::ChannelsFirstOp" +
-         joined({norm_name(args.kind), type(args.dtype), type(args.param_dtype), number(plan.pack),
-                 number(plan.warps), number(plan.groups), number(plan.channels), flag(args.silu)});
-}
-
 }  // namespace
 
 ChannelsFirstPlan plan_channels_first(const ChannelsFirstForwardArgs& args,
@@ -101,41 +90,15 @@ ChannelsFirstPlan plan_channels_first(const ChannelsFirstForwardArgs& args,
                   .rows = args.rows,
                   .channels = args.cols,
                   .pixels = args.pixels,
-                  .streams = 1,
-                  .values = 4,
-                  .most_words = kMostForwardWords,
                   .addresses = address(args.input.data) | address(args.output.data)},
                  device);
 }
 
-ChannelsFirstPlan plan_channels_first(const ChannelsFirstBackwardArgs& args,
-                                      const DeviceInfo& device) {
-  const bool sums = args.grad_weight != nullptr || args.grad_bias != nullptr;
-  // dx has the same bits whether or not sums are wanted.
-  ChannelsFirstPlan plan =
-      plan_of({.dtype = args.dtype,
-               .rows = args.rows,
-               .channels = args.cols,
-               .pixels = args.pixels,
-               .streams = 2,
-               .values = 8,
-               .most_words = kMostBackwardWords,
-               .addresses = address(args.x.data) | address(args.grad_output.data) |
-                            address(args.grad_input.data)},
-              device);
-  if (sums) {
-    plan.ctas = std::min(plan.ctas, std::int64_t{kCtasPerSm} * device.multiprocessors);
-    const std::int64_t size = args.dtype == DType::kFloat64 ? 8 : 4;
-    plan.partials_bytes = plan.all_groups() * 2 * partials_stride(args.cols) * size;
-  }
-  return plan;
-}
-
 std::string kernel_name(const ChannelsFirstForwardArgs& args, const ChannelsFirstPlan& plan) {
-  return "fused_op::cuda::channels_first_forward_kernel" + joined({op_name(args, plan)});
-}
-std::string kernel_name(const ChannelsFirstBackwardArgs& args, const ChannelsFirstPlan& plan) {
-  return "fused_op::cuda::channels_first_backward_kernel" + joined({op_name(args, plan)});
+  return "fused_op::cuda::channels_first_forward_kernel<fused_op::cuda::ChannelsFirstForwardOp" +
+         joined({norm_name(args.kind), type(args.dtype), type(args.param_dtype), number(plan.pack),
+                 number(plan.warps), number(plan.groups), number(plan.channels), flag(args.silu)}) +
+         ">";
 }
 
 }  // namespace fused_op::cuda

@@ -1,5 +1,6 @@
 // The rules that plans of norms over the channels of images keep. Run by plans.cpp.
 #include <bit>
+#include <utility>
 #include <vector>
 
 #include "plans.h"
@@ -18,8 +19,9 @@ struct Call {
   std::uintptr_t offset;  // bytes from an aligned address
 };
 
-// The first rule that the plan breaks, or null. `values`: how many a CTA exchanges for each pixel.
-const char* broken_rule(const ChannelsFirstPlan& plan, const Call& call, int warps, int values) {
+// The first rule that the plan breaks, or null.
+const char* broken_rule(const ChannelsFirstPlan& plan, const Call& call, int warps) {
+  constexpr int kValues = 2;  // that a CTA exchanges for each pixel
   const std::int64_t size = size_of(call.dtype), bytes = plan.pack * size;
   const std::int64_t accumulator = call.dtype == DType::kFloat64 ? 8 : 4;
   const std::int64_t tile = kWarpSize * plan.pack;
@@ -39,7 +41,7 @@ const char* broken_rule(const ChannelsFirstPlan& plan, const Call& call, int war
       plan.warps * plan.groups * kWarpSize > kMostThreads) {
     return "too many threads";
   }
-  if (plan.groups * values * plan.warps * tile * accumulator > kMostShared) {
+  if (plan.groups * kValues * plan.warps * tile * accumulator > kMostShared) {
     return "too much shared memory";
   }
   if (plan.tiles != call.samples * ((call.pixels + tile - 1) / tile)) {
@@ -48,25 +50,67 @@ const char* broken_rule(const ChannelsFirstPlan& plan, const Call& call, int war
   if (plan.ctas < 1 || plan.ctas > kMostCtas || (plan.ctas - 1) * plan.groups >= plan.tiles) {
     return "a CTA without a tile";
   }
+  if (plan.ctas * plan.groups < plan.tiles) {
+    return "a tile without a group";
+  }
   return nullptr;
 }
 
-const char* broken_forward(const ChannelsFirstPlan& plan, const Call& call, int warps) {
-  const char* const rule = broken_rule(plan, call, warps, 2);
-  return rule != nullptr                  ? rule
-         : plan.all_groups() < plan.tiles ? "a tile without a group"
-                                          : nullptr;
+bool is_power_of_two(int value) {
+  return value > 0 && std::has_single_bit(static_cast<unsigned>(value));
 }
-const char* broken_backward(const ChannelsFirstPlan& plan, const Call& call, int warps, bool sums) {
+
+// The same for backward. `sums`: values that a CTA keeps for all of its tiles, if there is room.
+const char* broken_rule(const ChannelsFirstBackwardPlan& plan, const Call& call, int slices,
+                        std::int64_t sums, const DeviceInfo& device) {
+  const std::int64_t size = size_of(call.dtype), bytes = plan.pack * size;
   const std::int64_t accumulator = call.dtype == DType::kFloat64 ? 8 : 4;
-  const std::int64_t row = 2 * ((call.channels + 7) / 8 * 8) * accumulator;
-  if (plan.partials_bytes != (sums ? plan.all_groups() * row : 0)) {
-    return "other partial sums than groups";
+  const std::int64_t row = plan.lanes * kVectorBytes, tile = row / size;
+  if (!is_power_of_two(plan.pack) || bytes > kVectorBytes) {
+    return "no pack";
   }
-  if (!sums && plan.all_groups() < plan.tiles) {
-    return "a tile without a group";
+  if (call.pixels % plan.pack != 0 || call.offset % static_cast<std::uintptr_t>(bytes) != 0) {
+    return "a pack that rows or addresses do not have";
   }
-  return broken_rule(plan, call, warps, 2);
+  if (plan.slices != slices) {
+    return "the order of a sum depends on more than the channels";
+  }
+  if (!is_power_of_two(plan.lanes) || plan.lanes < 2 || plan.lanes > kWarpSize ||
+      plan.threads() % kWarpSize != 0 || plan.threads() > kMostThreads) {
+    return "no such number of threads";
+  }
+  if (plan.threads() * plan.pack < tile) {
+    return "too few threads to copy a channel";
+  }
+  const bool whole = plan.some == call.channels;
+  if (plan.some < 1 || plan.some > call.channels || (!whole && plan.some % plan.slices != 0) ||
+      plan.stages < 1 || plan.stages > (whole ? 2 : 1)) {
+    return "channels without a slice, or some of a tile ahead";
+  }
+  const std::int64_t exchange =
+      exchanged_values(static_cast<int>(tile), plan.threads() / kWarpSize) * accumulator;
+  const std::int64_t kept = plan.keeps_sums ? sums * accumulator : 0;
+  if (plan.shared_bytes < plan.stages * 2 * plan.some * row + exchange + kept ||
+      plan.shared_bytes > most_dynamic_shared(device)) {
+    return "shared memory";
+  }
+  if (plan.tiles != call.samples * ((call.pixels + tile - 1) / tile)) {
+    return "pixels without a tile";
+  }
+  if (plan.ctas < 1 || plan.ctas > kMostCtas || plan.ctas > plan.tiles) {
+    return "a CTA without a tile";
+  }
+  return nullptr;
+}
+
+const char* broken_backward(const ChannelsFirstBackwardPlan& plan, const Call& call, int slices,
+                            bool sums, const DeviceInfo& device) {
+  const std::int64_t accumulator = call.dtype == DType::kFloat64 ? 8 : 4;
+  const std::int64_t row = sums ? 2 * ((call.channels + 7) / 8 * 8) : 0;
+  if (plan.partials_bytes != plan.ctas * row * accumulator) {
+    return "other partial sums than CTAs";
+  }
+  return broken_rule(plan, call, slices, row, device);
 }
 
 template <typename Args>
@@ -80,7 +124,7 @@ Args args_of(const Call& call) {
   return args;
 }
 
-void walk(const Call& call, int warps, const DeviceInfo& device) {
+void walk(const Call& call, int warps, int slices, const DeviceInfo& device) {
   const void* const data = reinterpret_cast<const void*>(std::uintptr_t{1} << 20 | call.offset);
   auto forward = args_of<ChannelsFirstForwardArgs>(call);
   forward.input.data = data;
@@ -90,19 +134,20 @@ void walk(const Call& call, int warps, const DeviceInfo& device) {
       report(rule, name, call.samples * call.pixels, call.channels, device);
     }
   };
-  check(broken_forward(plan_channels_first(forward, device), call, warps), "channels first");
+  check(broken_rule(plan_channels_first(forward, device), call, warps), "channels first");
   for (const bool sums : {false, true}) {
     auto backward = args_of<ChannelsFirstBackwardArgs>(call);
     backward.x.data = data;
     backward.grad_weight = sums ? &backward : nullptr;  // only whether it is null counts
-    check(broken_backward(plan_channels_first(backward, device), call, warps, sums),
+    check(broken_backward(plan_channels_first(backward, device), call, slices, sums, device),
           sums ? "channels first backward, sums" : "channels first backward");
   }
 }
 
-DeviceInfo device_of(int multiprocessors) {
+DeviceInfo device_of(int multiprocessors, int shared_kib) {
   DeviceInfo device{};
   device.multiprocessors = multiprocessors;
+  device.shared_bytes = shared_kib << 10;
   return device;
 }
 
@@ -118,18 +163,21 @@ std::vector<std::int64_t> channel_counts() {
 
 void walk_channels_first() {
   for (const std::int64_t channels : channel_counts()) {
-    // A call of another dtype, image and device: the number of warps must not depend on them.
+    // A call of another dtype, image and device: how channels are shared out must not depend on
+    // them.
     const Call any{DType::kFloat32, 1, channels, 64, 0};
-    const DeviceInfo other = device_of(7);
+    const DeviceInfo other = device_of(7, 99);
     const int warps = plan_channels_first(args_of<ChannelsFirstForwardArgs>(any), other).warps;
+    const int slices = plan_channels_first(args_of<ChannelsFirstBackwardArgs>(any), other).slices;
     for (const DType dtype : kTypes) {
       for (const std::int64_t pixels : {2, 3, 8, 49, 196, 1000, 3136, 65'536, 1 << 26}) {
         for (const std::int64_t samples : {1, 3, 257}) {
           for (const int offset : {0, size_of(dtype), 8}) {
-            for (const int multiprocessors : {1, 132, 192}) {
-              const DeviceInfo device = device_of(multiprocessors);
+            // Those of compute capability 7.5, 9.0 and 12.0.
+            for (const auto& [multiprocessors, shared_kib] :
+                 {std::pair{1, 64}, {132, 227}, {192, 99}}) {
               walk({dtype, samples, channels, pixels, static_cast<std::uintptr_t>(offset)}, warps,
-                   device);
+                   slices, device_of(multiprocessors, shared_kib));
             }
           }
         }

@@ -56,7 +56,7 @@ CALLS = [
     Call(RMS, (1, 193, 72), F16, silu=True),
     Call(LN, (1, 200, 36), F64, silu=True),
     Call(LN, (1, 768, 34)),
-    # Channels that are read again.
+    # Channels that forward reads again, and of which backward has some at a time.
     Call(LN, (1, 2051, 9)),
     Call(RMS, (2, 1030, 12), F64, silu=True),
     Call(LN, (1, 2048, 40), F16, silu=True, sms=1),
@@ -131,7 +131,7 @@ def test_numbers(call):
     ids=str,
 )
 def test_a_pixel_has_the_same_bits_everywhere(call):
-    """Catches sums whose order depends on the pack, and a kept channel that is added elsewhere."""
+    """Catches sums whose order depends on the pack, on the width of a tile, or on what is kept."""
     inputs, grad = make_inputs(call)
     whole, _ = run(call, inputs, grad)
     _, channels, pixels = call.shape
@@ -161,11 +161,17 @@ def test_a_pixel_beside_one_that_is_taken_again(call):
 
 @needs_interpreter
 def test_every_kind_of_plan_runs():
-    """Catches calls of which none comes to a pack, a number of warps or channels read again."""
+    """Catches calls of which none comes to a pack, a number of warps or slices, a width of tiles,
+    or channels read again."""
     calls = [*CALLS[:15], CALLS[-1]]
     launches = [launch for call in calls for launch in run(call, *make_inputs(call))[1].launches]
-    ops = [launch.kernel.split("ChannelsFirstOp<")[1:] for launch in launches]
-    fields = [op[0].split(", ") for op in ops if op]
-    assert {int(field[3]) for field in fields} == {1, 2, 4, 8}
-    assert {int(field[4]) for field in fields} == {1, 2, 4, 8, 16}
-    assert any(field[6] == "0" for field in fields)
+    forward, backward = (
+        [launch.kernel.split(f"ChannelsFirst{way}Op<")[1].split(", ") for launch in launches
+         if f"ChannelsFirst{way}Op<" in launch.kernel]
+        for way in ("Forward", "Backward")
+    )  # fmt: skip
+    assert {int(op[3]) for op in forward} == {int(op[3]) for op in backward} == {1, 2, 4, 8}
+    assert {int(op[4]) for op in forward} == {1, 2, 4, 8, 16}  # warps
+    assert any(op[6] == "0" for op in forward)
+    assert {int(op[4]) for op in backward} == {2, 4, 8, 16, 32}  # lanes
+    assert {int(op[5]) for op in backward} == {8, 16, 32, 64, 128}  # slices

@@ -1,10 +1,11 @@
-// What the kernels of norms over channels share: where a thread stands, and how it reads channels
+// What forward of norms over channels is made of: where a thread stands, and how it reads channels
 // and adds them up. Device code; torch-free.
 #pragma once
 
 #include "core/convert.h"
 #include "core/norm_math.h"
 #include "cuda/access.cuh"
+#include "cuda/channel_parameters.cuh"
 #include "cuda/channels_first.h"
 #include "cuda/row_sum.cuh"
 
@@ -14,7 +15,7 @@ namespace fused_op::cuda {
 // parameters.
 template <typename Norm_, typename E_, typename W_, int kPack, int kWarps_, int kGroups_,
           int kChannels_, bool kSilu_>
-struct ChannelsFirstOp {
+struct ChannelsFirstForwardOp {
   using Norm = Norm_;
   using E = E_;
   using W = W_;
@@ -28,8 +29,8 @@ struct ChannelsFirstOp {
   static constexpr int kEach = (kChannels + kWarps - 1) / kWarps;  // channels of a warp, at most
   static constexpr int kThreads = kWarpSize * kWarps * kGroups;
   static constexpr int kTile = kWarpSize * N;  // pixels
-  // For forward: 128 registers a thread if it keeps channels, and 64 otherwise. Left alone, ptxas
-  // takes fewer in some kernels, and spills.
+  // 128 registers a thread if it keeps channels, and 64 otherwise. Left alone, ptxas takes fewer in
+  // some kernels, and spills.
   static constexpr int kCtasPerSm = (kKept ? 512 : 1024) / kThreads;
 };
 
@@ -114,35 +115,6 @@ class Channels {
   const E* from_;
   const PixelPlace<Op>& place_;
   Pack<E, N> packs_[kKept ? Op::kEach : 1];
-};
-
-// Weight and bias of a channel. If absent, they are 1 and -0, which change nothing, not even the
-// sign of a zero.
-template <typename Op>
-struct ChannelParameters {
-  using A = typename Op::A;
-  using W = typename Op::W;
-
-  const W* weights;
-  const W* biases;
-
-  __device__ __forceinline__ static A read(const W* from, std::int64_t channel, A absent) {
-    if (from == nullptr) {
-      return absent;
-    }
-    Pack<W, 1> pack;
-    clear(pack);
-    load_bytes_if<sizeof(W), false>(true, from + channel, pack.words);
-    A values[1];
-    to_values(pack, values);
-    return values[0];
-  }
-  __device__ __forceinline__ A weight(std::int64_t channel) const {
-    return read(weights, channel, A(1));
-  }
-  __device__ __forceinline__ A bias(std::int64_t channel) const {
-    return read(biases, channel, A(-0.0));
-  }
 };
 
 // Calls add(i, parts) for all channels of a warp, and adds the parts of kFoldedChannels channels at

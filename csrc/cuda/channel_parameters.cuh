@@ -1,0 +1,39 @@
+// How the kernels of norms over channels read weight and bias. Device code; torch-free.
+#pragma once
+
+#include "core/convert.h"
+#include "cuda/access.cuh"
+
+namespace fused_op::cuda {
+
+// Weight and bias of a channel. If absent, they are 1 and -0, which change nothing, not even the
+// sign of a zero. They are not read for a channel that does not exist.
+template <typename Op>
+struct ChannelParameters {
+  using A = typename Op::A;
+  using W = typename Op::W;
+
+  const W* weights;
+  const W* biases;
+
+  __device__ __forceinline__ static A read(const W* from, std::int64_t channel, bool exists,
+                                           A absent) {
+    if (from == nullptr) {
+      return absent;
+    }
+    Pack<W, 1> pack;
+    clear(pack);
+    load_bytes_if<sizeof(W), false>(exists, from + channel, pack.words);
+    A values[1];
+    to_values(pack, values);
+    return values[0];
+  }
+  __device__ __forceinline__ A weight(std::int64_t channel, bool exists = true) const {
+    return read(weights, channel, exists, A(1));
+  }
+  __device__ __forceinline__ A bias(std::int64_t channel, bool exists = true) const {
+    return read(biases, channel, exists, A(-0.0));
+  }
+};
+
+}  // namespace fused_op::cuda

@@ -1,0 +1,139 @@
+// Plans of backward of norms over channels: see channels_first.h. Host code without CUDA or torch.
+#include <algorithm>
+#include <cstdint>
+
+#include "core/pack.h"
+#include "cuda/backward_tile.h"
+#include "cuda/plan.h"
+#include "cuda/plan_names.h"
+
+namespace fused_op::cuda {
+namespace {
+
+constexpr int kMostThreads = 256;  // of a CTA, where four lanes are enough for that
+constexpr int kStreams = 2;        // x and dy
+constexpr int kTilesOfSm = 4;      // tiles are made narrower if there are fewer
+
+// The order of sums follows from the slices, so they depend on the channels alone. Six channels a
+// slice: with fewer, the exchange of sums would cost more; with more, shared memory would have room
+// for too few threads.
+int slices_of(std::int64_t channels) {
+  int slices = 8;
+  while (slices < 128 && channels > 6 * slices) {
+    slices *= 2;
+  }
+  return slices;
+}
+
+// A call as a plan sees it.
+struct Call {
+  DType dtype;
+  std::int64_t rows;
+  std::int64_t channels;
+  std::int64_t pixels;
+  std::int64_t sums;         // of channels
+  std::uintptr_t addresses;  // or'ed
+
+  int pixels_of_lane() const { return kVectorBytes / size_of(dtype); }
+  int accumulator_bytes() const { return dtype == DType::kFloat64 ? 8 : 4; }
+};
+
+std::int64_t tiles_of(const Call& call, int lanes) {
+  return call.rows / call.pixels *
+         PixelTile::tiles_of_sample(call.pixels, lanes * call.pixels_of_lane());
+}
+
+int pack_of(const Call& call) {
+  int pack = call.pixels_of_lane();
+  while (call.pixels % pack != 0 ||
+         call.addresses % static_cast<std::uintptr_t>(pack * size_of(call.dtype)) != 0) {
+    pack /= 2;
+  }
+  return pack;
+}
+
+// The shared memory that a CTA needs beside its tiles and the sums of channels.
+std::int64_t exchange_bytes(const Call& call, int lanes, int slices) {
+  return exchanged_values(lanes * call.pixels_of_lane(), lanes * slices / kWarpSize) *
+         call.accumulator_bytes();
+}
+
+// Chooses how many channels of how many tiles are in shared memory at once: those of two tiles, or
+// of one, or some of one.
+void fit_shared(ChannelsFirstBackwardPlan& plan, const Call& call, int most_lanes,
+                const DeviceInfo& device) {
+  const auto tile_bytes = [&](int lanes) {
+    return kStreams * call.channels * lanes * kVectorBytes;
+  };
+  const auto room = [&](int lanes) {
+    return most_dynamic_shared(device) - exchange_bytes(call, lanes, plan.slices);
+  };
+  const std::int64_t sums = call.sums * call.accumulator_bytes();
+  plan.some = call.channels;
+  for (plan.stages = 2; plan.stages > 0; --plan.stages) {
+    for (plan.lanes = most_lanes; plan.lanes > 1; plan.lanes /= 2) {
+      const std::int64_t bytes = plan.stages * tile_bytes(plan.lanes) + sums;
+      if (plan.lanes * plan.slices >= kWarpSize && bytes <= room(plan.lanes)) {
+        plan.keeps_sums = sums > 0;
+        plan.shared_bytes = bytes + exchange_bytes(call, plan.lanes, plan.slices);
+        return;
+      }
+    }
+  }
+  plan.stages = 1;
+  plan.lanes = most_lanes;
+  const std::int64_t slice_bytes = tile_bytes(plan.lanes) / call.channels * plan.slices;
+  plan.some = room(plan.lanes) / slice_bytes * plan.slices;
+  plan.keeps_sums = false;
+  plan.shared_bytes =
+      plan.some / plan.slices * slice_bytes + exchange_bytes(call, plan.lanes, plan.slices);
+}
+
+ChannelsFirstBackwardPlan plan_of(const Call& call, const DeviceInfo& device) {
+  ChannelsFirstBackwardPlan plan{};
+  plan.pack = pack_of(call);
+  plan.slices = slices_of(call.channels);
+  int lanes = std::max(std::min(kMostThreads / plan.slices, kWarpSize), 4);
+  while (lanes > 4 && tiles_of(call, lanes) < std::int64_t{kTilesOfSm} * device.multiprocessors) {
+    lanes /= 2;
+  }
+  fit_shared(plan, call, lanes, device);
+  plan.tiles = tiles_of(call, plan.lanes);
+  const std::int64_t ctas_of_sm = std::min<std::int64_t>(
+      kThreadsOfSm / plan.threads(), (device.shared_bytes + 1024) / (plan.shared_bytes + 1024));
+  plan.ctas = std::min(plan.tiles, std::max<std::int64_t>(ctas_of_sm, 1) * device.multiprocessors);
+  return plan;
+}
+
+std::uintptr_t address(const void* data) { return reinterpret_cast<std::uintptr_t>(data); }
+
+}  // namespace
+
+ChannelsFirstBackwardPlan plan_channels_first(const ChannelsFirstBackwardArgs& args,
+                                              const DeviceInfo& device) {
+  const bool sums = args.grad_weight != nullptr || args.grad_bias != nullptr;
+  const std::int64_t row = 2 * partials_stride(args.cols);
+  ChannelsFirstBackwardPlan plan =
+      plan_of({.dtype = args.dtype,
+               .rows = args.rows,
+               .channels = args.cols,
+               .pixels = args.pixels,
+               .sums = sums ? row : 0,
+               .addresses = address(args.x.data) | address(args.grad_output.data) |
+                            address(args.grad_input.data)},
+              device);
+  if (sums) {
+    plan.partials_bytes = plan.ctas * row * (args.dtype == DType::kFloat64 ? 8 : 4);
+  }
+  return plan;
+}
+
+std::string kernel_name(const ChannelsFirstBackwardArgs& args,
+                        const ChannelsFirstBackwardPlan& plan) {
+  return "fused_op::cuda::channels_first_backward_kernel<fused_op::cuda::ChannelsFirstBackwardOp" +
+         joined({norm_name(args.kind), type(args.dtype), type(args.param_dtype), number(plan.pack),
+                 number(plan.lanes), number(plan.slices), flag(args.silu)}) +
+         ">";
+}
+
+}  // namespace fused_op::cuda

@@ -36,6 +36,8 @@ from setuptools import Extension, setup
 from build_backend import find_cuda_headers, find_cuda_home, headers_version, nvcc_version
 
 DEFAULT_ARCHS = ["7.5", "8.0", "9.0", "10.0", "12.0"]  # 8.6 and 8.9 run the code of 8.0
+# Headers of PyTorch that take seconds to read. The sources that include one are compiled together.
+SLOW_HEADERS = {"python": r"pybind", "library": r'torch/library\.h|"variant\.h"'}
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
@@ -224,7 +226,7 @@ def extension(cuda: Cuda | None, no_cuda_reason: str) -> Extension:
         sources=sorted(sources),
         depends=[
             path
-            for kind in ("*.h", "*.cuh", "rtc/*")
+            for kind in ("*.h", "*.cpp", "*.cuh", "rtc/*")
             for path in glob(f"csrc/**/{kind}", recursive=True)
         ],
         define_macros=[(name, json.dumps(value)) for name, value in macros.items()],
@@ -295,10 +297,26 @@ def build_command() -> type:
             sources, folder = self.extensions[0].sources, Path(self.build_temp)
             if "csrc/cuda/compile.cpp" in sources:  # with CUDA
                 sources.append(write_kernel_sources(folder))
-            sources.append(write_source_hash(folder))
+            sources[:] = [*write_bundles(folder, sources), write_source_hash(folder)]
             super().build_extensions()
 
     return Build
+
+
+def write_bundles(folder: Path, sources: list[str]) -> list[str]:
+    """Write a C++ file for each of SLOW_HEADERS that includes its sources; return what to compile.
+
+    Such a source takes several seconds alone, nearly all of them for the header. In the unnamed
+    namespaces of a bundle no name may occur twice.
+    """
+    rest = sources
+    bundles = []
+    for name, header in SLOW_HEADERS.items():
+        bundled = [path for path in rest if re.search(header, (ROOT / path).read_text("utf-8"))]
+        rest = [path for path in rest if path not in bundled]
+        code = "".join(f'#include "{Path(path).relative_to("csrc")}"\n' for path in bundled)
+        bundles.append(write_if_new(folder / f"bundle_{name}.cpp", code))
+    return rest + bundles
 
 
 def write_source_hash(folder: Path) -> str:

@@ -236,6 +236,19 @@ def test_source_hash_is_written_once(setup_py, tmp_path):
     assert f'"{source_hash(ROOT)}"' in path.read_text()
 
 
+def test_every_source_is_compiled_once(setup_py, monkeypatch, tmp_path):
+    """Catches a source that no bundle and no command names, or two do."""
+    monkeypatch.chdir(ROOT)
+    sources = setup_py.extension(None, "no reason").sources
+    found = []
+    for path in setup_py.write_bundles(tmp_path, sources):
+        included = re.findall('#include "(.+)"', Path(path).read_text())
+        is_bundle = Path(path).parent == tmp_path
+        found += [f"csrc/{name}" for name in included] if is_bundle else [path]
+        assert not is_bundle or len(included) > 3
+    assert sorted(found) == sorted(sources)
+
+
 def test_kernel_sources_are_written_once(setup_py, monkeypatch, tree):
     """Catches a build that compiles although nothing has changed, and a digest that stays although
     something has: kernels of an edit ago would be taken from the cache."""

@@ -21,7 +21,8 @@ struct BackwardRange {
 template <int kLanes, int kCols, typename Norm, typename A, typename X>
 class Backward {
   static constexpr bool kMayBeLong = kCols == 0 && kLanes * sizeof(A) >= 64;
-  static constexpr int kAtOnce = FUSED_OP_CPU_ROWS;  // rows whose sums stay in registers together
+  // Rows whose sums stay in registers together. One lane takes only rows that are rare.
+  static constexpr int kAtOnce = kLanes > 1 ? FUSED_OP_CPU_ROWS : 1;
 
  public:
   explicit Backward(const NormBackwardArgs& call)
@@ -91,7 +92,7 @@ class Backward {
     }
     if constexpr (kMayBeLong) {
       if (is_long(cols_)) {
-        tile.rows == kAtOnce ? run_long_rows<kAtOnce>(tile.row) : run_long_rows<1>(tile.row);
+        run_long_rows(tile);
         return;
       }
     }
@@ -216,43 +217,56 @@ class Backward {
     write_tile(dx_, args_.grad_input.data, args_.grad_input.dtype, tile, cols_);
   }
 
+  // The two passes over the rows of a tile. Not inlined: run_tile() and run_long_rows() share them.
+  template <typename Met>
+  __attribute__((noinline)) void add_up(const Tile& tile, const View<X>& x, const View<X>& dy,
+                                        bool is_xhat, PullbackTotals* totals) {
+    const auto row = [&](std::int64_t r) {
+      return row_in(x.row(r), dy.row(r), tile.row + r, is_xhat);
+    };
+    std::int64_t r = 0;
+    for (; kAtOnce == 2 && r + 2 <= tile.rows; r += 2) {
+      const RowIn<X, A> pair[2] = {row(r), row(r + 1)};
+      add<Met>(pair, tile.col, tile.cols, totals + r);
+    }
+    for (; r < tile.rows; ++r) {
+      const RowIn<X, A> one[1] = {row(r)};
+      add<Met>(one, tile.col, tile.cols, totals + r);
+    }
+  }
+  // What is read after a row lies `ahead` rows further on.
+  template <bool kAdds>
+  __attribute__((noinline)) void pull_back(const Tile& tile, const View<X>& x, const View<X>& dy,
+                                           const View<X>& dsum, bool is_xhat,
+                                           const PullbackTotals* totals, std::int64_t ahead) {
+    const A* const weight = weight_.from(tile.col, tile.cols);
+    X* const dx = dx_of(tile);
+    for (std::int64_t r = 0; r < tile.rows; ++r) {
+      const X* const addend = kAdds ? dsum.row(r) : nullptr;
+      const RowIn<X, A> in = row_in(x.row(r), dy.row(r), tile.row + r, is_xhat);
+      const RowIn<X, A> next{x.row(r + ahead), dy.row(r + ahead), A(0), A(0)};
+      write_dx<kLanes, Norm, kAdds>(in, weight, addend, pullback(totals[r], tile.row + r),
+                                    tile.cols, dx + r * cols_, next);
+    }
+  }
+  void write(const Tile& tile, const View<X>& x, const View<X>& dy, bool is_xhat,
+             const PullbackTotals* totals, std::int64_t ahead) {
+    const View<X> dsum = read_dsum(tile);
+    dsum.first == nullptr ? pull_back<false>(tile, x, dy, dsum, is_xhat, totals, ahead)
+                          : pull_back<true>(tile, x, dy, dsum, is_xhat, totals, ahead);
+    finish(tile);
+  }
+
   void run_tile(const Tile& tile) {
     const bool is_xhat = holds_xhat(tile);
     const View<X> x = read_x(tile, is_xhat);
     const View<X> dy = read_dy(tile);
     PullbackTotals totals[kTileRows];
     std::fill_n(totals, tile.rows, PullbackTotals{0, 0});
-    const auto row = [&](std::int64_t r) {
-      return row_in(x.row(r), dy.row(r), tile.row + r, is_xhat);
-    };
-    with_met([&]<typename Met>(Met) {
-      std::int64_t r = 0;
-      for (; kAtOnce == 2 && r + 2 <= tile.rows; r += 2) {
-        const RowIn<X, A> pair[2] = {row(r), row(r + 1)};
-        add<Met>(pair, 0, cols_, totals + r);
-      }
-      for (; r < tile.rows; ++r) {
-        const RowIn<X, A> one[1] = {row(r)};
-        add<Met>(one, 0, cols_, totals + r);
-      }
-    });
-    if (!wants_dx_) {
-      return;
+    with_met([&]<typename Met>(Met) { add_up<Met>(tile, x, dy, is_xhat, totals); });
+    if (wants_dx_) {
+      write(tile, x, dy, is_xhat, totals, tile.rows);
     }
-    const View<X> dsum = read_dsum(tile);
-    const A* const weight = weight_.from(0, cols_);
-    X* const dx = dx_of(tile);
-    const auto write_rows = [&]<bool kAdds>() {
-      for (std::int64_t r = 0; r < tile.rows; ++r) {
-        const X* const addend = kAdds ? dsum.row(r) : nullptr;
-        const RowIn<X, A> next{x.row(r + tile.rows), dy.row(r + tile.rows), A(0), A(0)};
-        write_dx<kLanes, Norm, kAdds>(row(r), weight, addend, pullback(totals[r], tile.row + r),
-                                      cols_, dx + r * cols_, next);
-      }
-    };
-    dsum.first == nullptr ? write_rows.template operator()<false>()
-                          : write_rows.template operator()<true>();
-    finish(tile);
   }
 
   // Each row in a lane of its own.
@@ -276,42 +290,24 @@ class Backward {
   }
 
   // Computes long rows in parts, which are read again for dx.
-  template <int kRows>
-  __attribute__((noinline)) void run_long_rows(std::int64_t number) {
-    const bool is_xhat = holds_xhat({number, kRows, 0, cols_});
-    PullbackTotals totals[kRows] = {};
+  __attribute__((noinline)) void run_long_rows(const Tile& tile) {
+    const bool is_xhat = holds_xhat(tile);
+    PullbackTotals totals[kAtOnce] = {};
     for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
       count = piece(col, cols_, kTileCols);
-      const Tile part{number, kRows, col, count};
+      const Tile part{tile.row, tile.rows, col, count};
       const View<X> x = read_x(part, is_xhat);
       const View<X> dy = read_dy(part);
-      RowIn<X, A> rows[kRows];
-      for (int r = 0; r < kRows; ++r) {
-        rows[r] = row_in(x.row(r), dy.row(r), number + r, is_xhat);
-      }
-      with_met([&]<typename Met>(Met) { add<Met>(rows, col, count, totals); });
+      with_met([&]<typename Met>(Met) { add_up<Met>(part, x, dy, is_xhat, totals); });
     }
-    for (int r = 0; wants_dx_ && r < kRows; ++r) {
-      write_long_row(number + r, kRows, is_xhat, pullback(totals[r], number + r));
-    }
-  }
-  __attribute__((noinline)) void write_long_row(std::int64_t row, int next_row, bool is_xhat,
-                                                const Pullback<Norm, A>& pulled) {
-    for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
-      count = piece(col, cols_, kTileCols);
-      const Tile part{row, 1, col, count};
-      const View<X> x = read_x(part, is_xhat);
-      const View<X> dy = read_dy(part);
-      const X* const dsum = read_dsum(part).first;
-      const A* const weight = weight_.from(col, count);
-      const RowIn<X, A> in = row_in(x.first, dy.first, row, is_xhat);
-      const RowIn<X, A> next{x.row(next_row), dy.row(next_row), A(0), A(0)};
-      if (dsum == nullptr) {
-        write_dx<kLanes, Norm, false>(in, weight, dsum, pulled, count, dx_of(part), next);
-      } else {
-        write_dx<kLanes, Norm, true>(in, weight, dsum, pulled, count, dx_of(part), next);
+    for (std::int64_t r = 0; wants_dx_ && r < tile.rows; ++r) {
+      for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
+        count = piece(col, cols_, kTileCols);
+        const Tile part{tile.row + r, 1, col, count};
+        const View<X> x = read_x(part, is_xhat);
+        const View<X> dy = read_dy(part);
+        write(part, x, dy, is_xhat, totals + r, tile.rows);
       }
-      finish(part);
     }
   }
 

@@ -78,6 +78,81 @@ FUSED_OP_CPU_INLINE void affine_rows(const A* __restrict x, const A* __restrict 
   }
 }
 
+// What does not depend on the width of the rows is compiled once for all instances of Forward.
+
+// sum = input + residual. The statistics are those of the rounded sum, because that is what
+// backward reads.
+template <typename A>
+__attribute__((noinline)) void add_residual(const NormForwardArgs& args, const Tile& tile) {
+  const bool is_direct = args.dtype == kDTypeOf<A>;
+  A* const x_buffer = tile_buffer<A>(0);
+  A* const sum =
+      is_direct ? static_cast<A*>(args.sum) + tile.row * args.cols + tile.col : tile_buffer<A>(2);
+  View<A> x{x_buffer, tile.cols};
+  if (args.dropout.active) {
+    copy_tile(args.input, tile, x_buffer);
+    drop_tile(args.dropout, tile, x_buffer);
+  } else {
+    x = read_tile(args.input, tile, x_buffer);
+  }
+  const View<A> residual = read_tile(args.residual, tile, tile_buffer<A>(1));
+  for (std::int64_t r = 0; r < tile.rows; ++r) {
+    add_rows(x.row(r), residual.row(r), tile.cols, sum + r * tile.cols);
+  }
+  if (!is_direct) {
+    write_tile(sum, args.sum, args.dtype, tile, args.cols);
+  }
+}
+
+template <typename A>
+FUSED_OP_CPU_INLINE bool needs_care(A second) {
+  return !(second <= Limits<A>::kLargest);
+}
+
+// In double, one rounding less than the GPU's product. Of fp16 outputs with rounding before the
+// weight, a share of 3.5e-5 then differs from PyTorch's operations at 1000 columns, instead
+// of 4.6e-5.
+template <typename Norm, typename A>
+FUSED_OP_CPU_INLINE Normalizer<A> normalizer_of_row(const Moments<A>& found, A scale,
+                                                    double inverse_divisor, A eps) {
+  const A mean_square = static_cast<A>(static_cast<double>(found.second) * inverse_divisor);
+  return Norm::normalizer(Moments<A>{found.mean, found.rest, mean_square}, scale, A(1), eps);
+}
+inline double inverse_divisor(const NormForwardArgs& args) {
+  return 1 / static_cast<double>(divisor(args.kind, args.cols));
+}
+
+// Computes normalisers and statistics from the moments of a tile. Returns how many rows need care.
+template <typename Norm, typename A>
+__attribute__((noinline)) int normalize_rows(const NormForwardArgs& args, const Tile& tile,
+                                             const A* __restrict mean, const A* __restrict rest,
+                                             const A* __restrict second, A* __restrict shift,
+                                             A* __restrict rstd) {
+  const double inverse = inverse_divisor(args);
+  const A eps = static_cast<A>(args.eps);
+  int careful = 0;
+#pragma omp simd reduction(+ : careful)
+  for (std::int64_t r = 0; r < tile.rows; ++r) {
+    const Moments<A> found{mean[r], rest[r], second[r]};
+    const Normalizer<A> normalizer = normalizer_of_row<Norm>(found, A(1), inverse, eps);
+    shift[r] = normalizer.shift;
+    rstd[r] = normalizer.rstd;
+    careful += static_cast<int>(needs_care(second[r]));
+  }
+  if (args.stats != nullptr) {
+    A* const stats = static_cast<A*>(args.stats);
+    const std::int64_t all_rows = args.rows;
+    const std::int64_t first = tile.row;
+#pragma omp simd
+    for (std::int64_t r = 0; r < tile.rows; ++r) {
+      const Moments<A> found{mean[r], rest[r], second[r]};
+      Norm::save(Normalizer<A>{A(1), mean[r], shift[r], rstd[r]}, found, stats, first + r,
+                 all_rows);
+    }
+  }
+  return careful;
+}
+
 // Rows of type X are read and written in place. If X is the accumulator type, rows may have been
 // converted to it, and may have to be converted back.
 template <int kLanes, int kCols, typename Norm, typename A, typename X>
@@ -108,25 +183,6 @@ class Forward {
   }
 
  private:
-  // The statistics are those of the rounded sum, because that is what backward reads.
-  void add_residual(const Tile& tile) {
-    const View<A> x = args_.dropout.active ? dropped(tile) : read_tile(args_.input, tile, x_);
-    const View<A> residual = read_tile(args_.residual, tile, y_);
-    const bool is_direct = args_.dtype == kDTypeOf<A>;
-    A* const total = is_direct ? static_cast<A*>(args_.sum) + tile.row * cols_ + tile.col : sum_;
-    for (std::int64_t r = 0; r < tile.rows; ++r) {
-      add_rows(x.row(r), residual.row(r), tile.cols, total + r * tile.cols);
-    }
-    if (!is_direct) {
-      write_tile(total, args_.sum, args_.dtype, tile, cols_);
-    }
-  }
-  View<A> dropped(const Tile& tile) {
-    copy_tile(args_.input, tile, x_);
-    drop_tile(args_.dropout, tile, x_);
-    return {x_, tile.cols};
-  }
-
   View<X> read(const Tile& tile) {
     if constexpr (std::is_same_v<X, A>) {
       return read_tile(source_, tile, x_, kCols > 0);
@@ -163,46 +219,39 @@ class Forward {
     return {rounded, static_cast<A>(mean - static_cast<double>(rounded)),
             lost > second ? std::numeric_limits<A>::quiet_NaN() : static_cast<A>(second)};
   }
-  static FUSED_OP_CPU_INLINE bool needs_care(A second) { return !(second <= Limits<A>::kLargest); }
 
   // In one pass. The mean is exact to the rounding of the deviations from it, even if these are
   // small.
   FUSED_OP_CPU_INLINE Moments<A> moments(std::int64_t row, const X* values, A scale, A center) {
     Totals totals;
-    if (values != nullptr) {
-      add_deviations<kLanes, Norm::kCentered>(values, cols_, scale, center, totals);
-      return moments_of(center, totals);
-    }
     for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
-      count = piece(col, cols_, kTileCols);
-      const View<X> part = read({row, 1, col, count});
-      add_deviations<kLanes, Norm::kCentered>(part.first, count, scale, center, totals);
+      count = piece(col, cols_, kSumCols);
+      const X* const part = values == nullptr ? read({row, 1, col, count}).first : values + col;
+      add_deviations<kLanes, Norm::kCentered>(part, count, scale, center, totals);
     }
     return moments_of(center, totals);
   }
-
-  // In double, one rounding less than the GPU's product. Of fp16 outputs with rounding before the
-  // weight, a share of 3.5e-5 then differs from PyTorch's operations at 1000 columns, instead
-  // of 4.6e-5.
-  FUSED_OP_CPU_INLINE Normalizer<A> normalizer_of(const Moments<A>& found, A scale) const {
-    const A mean_square = static_cast<A>(static_cast<double>(found.second) * inverse_divisor_);
-    return Norm::normalizer(Moments<A>{found.mean, found.rest, mean_square}, scale, A(1), eps_);
+  // The same for the rare rows that need care: one copy, which multiplies by the scale.
+  __attribute__((noinline)) Moments<A> moments_again(std::int64_t row, const X* values, A scale,
+                                                     A center) {
+    return moments(row, values, scale, center);
   }
 
   // For a row whose center was far from its mean, or whose squares overflowed.
   __attribute__((noinline)) Normalizer<A> careful_normalizer(std::int64_t row, const X* values,
                                                              A mean) {
     A scale = A(1);
-    Moments<A> found = moments(row, values, scale, mean);
+    Moments<A> found = moments_again(row, values, scale, mean);
     if (needs_care(found.second)) {
       scale = Limits<A>::kScale;
       found = Moments<A>{};
       for (int i = 0; i < (Norm::kCentered ? 3 : 1); ++i) {
-        found = moments(row, values, scale, found.mean);
+        found = moments_again(row, values, scale, found.mean);
       }
       unscale(found, scale);
     }
-    const Normalizer<A> result = normalizer_of(found, scale);
+    const Normalizer<A> result =
+        normalizer_of_row<Norm>(found, scale, inverse_divisor(args_), static_cast<A>(args_.eps));
     if (args_.stats != nullptr) {
       Norm::save(result, found, static_cast<A*>(args_.stats), row, args_.rows);
     }
@@ -262,29 +311,9 @@ class Forward {
     }
   }
 
-  // Computes normalisers and statistics from the moments of a tile. Returns how many rows need
-  // care.
+  // Returns how many rows need care.
   int normalize(const Tile& tile) {
-    int careful = 0;
-#pragma omp simd reduction(+ : careful)
-    for (std::int64_t r = 0; r < tile.rows; ++r) {
-      const Moments<A> found{mean_[r], rest_[r], second_[r]};
-      const Normalizer<A> normalizer = normalizer_of(found, A(1));
-      shift_[r] = normalizer.shift;
-      rstd_[r] = normalizer.rstd;
-      careful += static_cast<int>(needs_care(second_[r]));
-    }
-    if (args_.stats != nullptr) {
-      A* const stats = static_cast<A*>(args_.stats);
-      const std::int64_t all_rows = args_.rows;
-      const std::int64_t first = tile.row;
-#pragma omp simd
-      for (std::int64_t r = 0; r < tile.rows; ++r) {
-        const Moments<A> found{mean_[r], rest_[r], second_[r]};
-        Norm::save(normalizer_of(r), found, stats, first + r, all_rows);
-      }
-    }
-    return careful;
+    return normalize_rows<Norm>(args_, tile, mean_, rest_, second_, shift_, rstd_);
   }
   FUSED_OP_CPU_INLINE Normalizer<A> normalizer_of(std::int64_t r) const {
     return {A(1), mean_[r], shift_[r], rstd_[r]};
@@ -309,7 +338,7 @@ class Forward {
 
   void run_tile(const Tile& tile) {
     if (args_.sum != nullptr) {
-      add_residual(tile);
+      add_residual<A>(args_, tile);
     }
     const View<X> x = read(tile);
     measure(x, tile.rows);
@@ -379,7 +408,7 @@ class Forward {
   void run_long_row(std::int64_t row) {
     for (std::int64_t col = 0, count = 0; args_.sum != nullptr && col < cols_; col += count) {
       count = piece(col, cols_, kTileCols);
-      add_residual({row, 1, col, count});
+      add_residual<A>(args_, {row, 1, col, count});
     }
     const X* const values =
         lies_ready(source_, kDTypeOf<X>) ? read({row, 1, 0, cols_}).first : nullptr;
@@ -404,13 +433,10 @@ class Forward {
   const ConstRows source_;  // the values that are normalised
   const bool drops_output_;
   const double double_cols_ = static_cast<double>(cols_);
-  const double inverse_divisor_ = 1 / static_cast<double>(divisor(args_.kind, cols_));
-  const A eps_ = static_cast<A>(args_.eps);
   const bool is_direct_;  // the output is written as it is computed
   Parameter<A> weight_, bias_;
   A* const x_ = tile_buffer<A>(0);
   A* const y_ = tile_buffer<A>(1);
-  A* const sum_ = tile_buffer<A>(2);
   // One for each row of the tile.
   A mean_[kTileRows], rest_[kTileRows], second_[kTileRows], shift_[kTileRows], rstd_[kTileRows];
 };

@@ -11,7 +11,9 @@
 //   quantize_pack.cuh         how packs of an output become 8 bits: quantized_plan.h
 //   forward_quantized.cuh     forward_kernel with an output in 8 bits
 //   quantize_rows.cuh         quantize_rows_kernel, for outputs in memory
-//   channels_first.cuh        how threads share pixels and channels: channels_first.h
+//   channel_parameters.cuh    weight and bias of a channel, for norms over channels
+//   channels_first.h          how forward and backward over channels share out pixels and channels
+//   forward_channels_tile.cuh how forward reads channels and adds them up
 //   forward_channels_first.cuh
 //                             channels_first_forward_kernel: norms over the channels of images
 //   long_rows.cuh             the parts of a row that is too long for a CTA's registers
@@ -28,6 +30,8 @@
 //   backward_long.h           how rows longer than a CTA are cut up
 //   backward_columns.cuh      two kernels for them
 //   backward_cluster.cuh      one kernel for many of them
+//   pixel_exchange.cuh        how threads share what they know of a pixel
+//   staged_tile.cuh           how tiles of pixels come into shared memory, and gradients out of it
 //   backward_channels_first.cuh
 //                             channels_first_backward_kernel
 //   add_partials.cuh          add_partials_kernel, the last step of the parameter gradients

@@ -123,10 +123,7 @@ struct ChannelsFirstBackward {
         channel_sums.add(thread, channel, exists, of_channel);
       }
     });
-    exchange.add(sums, [&](const A(&own)[2]) {
-      exchange.set(kOfWdyXhat, own[kOfWdyXhat]);
-      exchange.set(kOfWdy, own[kOfWdy]);
-    });
+    exchange.add(sums);
     exchange.get(kOfWdyXhat, totals[kOfWdyXhat]);
     exchange.get(kOfWdy, totals[kOfWdy]);
   }

@@ -109,10 +109,9 @@ class PixelExchange {
   }
   __device__ __forceinline__ bool owns() const { return static_cast<int>(threadIdx.x) < Op::kTile; }
 
-  // Sums `parts` of each pixel over the slices, and calls finish(totals) in its owner. All threads
-  // call this, and can get() afterwards what finish() sets.
-  template <typename Finish>
-  __device__ __forceinline__ void add(const A (&parts)[kPixelSums][N], const Finish& finish) const {
+  // Makes the first values of each pixel the sums of `parts` over the slices. All threads call
+  // this, and can get() the sums afterwards.
+  __device__ __forceinline__ void add(const A (&parts)[kPixelSums][N]) const {
     constexpr int kCount = kPixelSums * N;
     constexpr int kSlots = Op::kLanes * kCount;
     A held[kCount];
@@ -134,13 +133,11 @@ class PixelExchange {
     __syncthreads();
     if (owns()) {
       const int pixel = static_cast<int>(threadIdx.x);
-      A totals[kPixelSums];
 #pragma unroll
       for (int k = 0; k < kPixelSums; ++k) {
         const int slot = pixel / N * kCount + k * N + pixel % N;
-        totals[k] = sum_in_pairs<Op::kWarps>(parts_ + slot, kSlots);
+        set(k, sum_in_pairs<Op::kWarps>(parts_ + slot, kSlots));
       }
-      finish(totals);
     }
     __syncthreads();
   }

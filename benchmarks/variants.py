@@ -24,6 +24,7 @@ from fused_op import (
     fused_channels_first_layer_norm,
     fused_gated_add_layer_norm,
     fused_gated_rms_norm,
+    fused_group_norm,
     fused_l2_norm,
     fused_modulated_layer_norm,
     fused_post_add_pre_rms_norm,
@@ -168,6 +169,15 @@ def _permuted(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
     return y.movedim(-1, 1).contiguous()
 
 
+def _grouped(function: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """Of SAMPLES images in 32 groups, with silu: a block of a diffusion model."""
+    return function(x.view(SAMPLES, x.shape[1], -1), 32, weight, bias, activation="silu")
+
+
+def _two_passes(x: Tensor, groups: int, weight: Tensor, bias: Tensor, activation: str) -> Tensor:
+    return torch.nn.functional.silu(torch.nn.functional.group_norm(x, groups, weight, bias))
+
+
 VARIANTS = (
     _gated("gated_rms_norm, silu", partial(_fla_gated, "swish")),
     _gated("gated_rms_norm, sigmoid", partial(_fla_gated, "sigmoid"), activation="sigmoid"),
@@ -219,6 +229,16 @@ VARIANTS = (
         },
         rows=1, weights=2, forward_bytes=4, backward_bytes=6,
         shapes=((802816, 96), (200704, 192), (50176, 384), (12544, 768)),
+    ),
+    Variant(
+        "group_norm, silu",
+        {
+            "fused_op": partial(_grouped, fused_group_norm),
+            "torch.compile": _compiled(partial(_grouped, reference.fused_group_norm)),
+            "eager": partial(_grouped, _two_passes),
+        },
+        rows=1, weights=2, forward_bytes=4, backward_bytes=6,
+        shapes=((524288, 128), (131072, 256), (32768, 320), (8192, 640), (2048, 1280)),
     ),
     _rope(
         "rms_norm_rope", _heads, reference.fused_rms_norm_rope, fused_rms_norm_rope,

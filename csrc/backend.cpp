@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -64,6 +65,30 @@ void parallel_for(std::int64_t count, std::int64_t elements, const Work& work) {
   }
   const std::int64_t grain = std::max<std::int64_t>(1, kElementsPerThread / elements);
   at::parallel_for(0, count, grain, work);
+}
+
+// The steps of a group norm. A thread takes whole groups, each while it is in the cache; if there
+// are fewer groups than threads, the chunks of all groups, step by step. The bits are the same.
+template <typename Args>
+void run_groups(const Args& args, double* work,
+                void (*run)(const Args&, double*, cpu::GroupStep, std::int64_t, std::int64_t)) {
+  using cpu::GroupStep;
+  const std::int64_t chunks = cpu::GroupChunks(args).of_group();
+  const std::int64_t groups = args.all_groups();
+  if (groups >= at::get_num_threads() || chunks == 1) {
+    parallel_for(groups, args.group_elements(), [&](std::int64_t first, std::int64_t last) {
+      run(args, work, GroupStep::kAll, first, last);
+    });
+    return;
+  }
+  const auto run_chunks = [&](GroupStep step) {
+    parallel_for(
+        groups * chunks, args.group_elements() / chunks,
+        [&](std::int64_t first, std::int64_t last) { run(args, work, step, first, last); });
+  };
+  run_chunks(GroupStep::kSums);
+  run(args, work, GroupStep::kFinish, 0, groups);
+  run_chunks(GroupStep::kApply);
 }
 
 #ifdef FUSED_OP_WITH_CUDA
@@ -289,6 +314,50 @@ void channels_first_backward(ChannelsFirstBackwardArgs& args, at::Device device)
   const c10::cuda::CUDAGuard guard(device);
   allocate(cuda::channels_first_workspace(args));
   check_launch(cuda::channels_first_backward(args, c10::cuda::getCurrentCUDAStream()), "backward");
+#else
+  fail_without_cuda();
+#endif
+}
+
+void group_norm_forward(const GroupNormForwardArgs& args, at::Device device) {
+  if (device.is_cpu()) {
+    const std::unique_ptr<double[]> work(new double[cpu::forward_doubles(args)]);
+    run_groups(args, work.get(), loops().group_norm_forward);
+    return;
+  }
+#ifdef FUSED_OP_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(device);
+  check_launch(cuda::group_norm_forward(args, c10::cuda::getCurrentCUDAStream()), "forward");
+#else
+  fail_without_cuda();
+#endif
+}
+
+void group_norm_backward(GroupNormBackwardArgs& args, at::Device device) {
+  at::Tensor workspace;  // lives until the kernels have been queued
+  const auto allocate = [&](std::size_t bytes) {
+    if (bytes > 0) {
+      workspace = empty({static_cast<std::int64_t>(bytes)}, at::kByte, device);
+      args.workspace = workspace.mutable_data_ptr();
+    }
+  };
+  if (device.is_cpu()) {
+    allocate(static_cast<std::size_t>(cpu::backward_doubles(args)) * sizeof(double));
+    double* const work = static_cast<double*>(args.workspace);
+    const cpu::Level& level = loops();
+    run_groups(args, work, level.group_norm_backward);
+    if (args.wants_sums()) {
+      parallel_for(args.channels, args.samples,
+                   [&](std::int64_t first_channel, std::int64_t last_channel) {
+                     level.group_norm_channels(args, work, first_channel, last_channel);
+                   });
+    }
+    return;
+  }
+#ifdef FUSED_OP_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(device);
+  allocate(cuda::group_norm_workspace(args));
+  check_launch(cuda::group_norm_backward(args, c10::cuda::getCurrentCUDAStream()), "backward");
 #else
   fail_without_cuda();
 #endif

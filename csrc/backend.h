@@ -7,6 +7,7 @@
 #include <cstddef>
 
 #include "core/channels_first.h"
+#include "core/group_norm.h"
 #include "core/norm_args.h"
 #include "core/post_add_pre.h"
 #include "core/quantize.h"
@@ -41,6 +42,11 @@ bool post_add_pre_forward(PostAddPreForwardArgs& args, at::Device device);
 void channels_first_forward(const ChannelsFirstForwardArgs& args, at::Device device);
 // Allocates args.workspace.
 void channels_first_backward(ChannelsFirstBackwardArgs& args, at::Device device);
+
+// The group norm of images.
+void group_norm_forward(const GroupNormForwardArgs& args, at::Device device);
+// Allocates args.workspace.
+void group_norm_backward(GroupNormBackwardArgs& args, at::Device device);
 
 // The instruction set of the CPU's loops: "default", "avx2" or "avx512".
 const char* cpu_level();

@@ -48,6 +48,7 @@ from ._channels_first_modules import (  # noqa: E402
 from ._compile_pass import CompilePass, CompilePassReport, compile_pass  # noqa: E402
 from ._disabled import disabled  # noqa: E402
 from ._gated_rms_norm import FusedGatedRMSNorm, fused_gated_rms_norm  # noqa: E402
+from ._group_norm import FusedGroupNorm, fused_group_norm  # noqa: E402
 from ._l2_norm import fused_l2_norm  # noqa: E402
 from ._modulated_norm import (  # noqa: E402
     fused_gated_add_layer_norm,
@@ -97,6 +98,7 @@ __all__ = [
     "FusedChannelsFirstLayerNorm",
     "FusedChannelsFirstRMSNorm",
     "FusedGatedRMSNorm",
+    "FusedGroupNorm",
     "FusedLayerNorm",
     "FusedLayerNormFunction",
     "FusedPostAddPreRMSNorm",
@@ -117,6 +119,7 @@ __all__ = [
     "fused_gated_add_layer_norm",
     "fused_gated_add_rms_norm",
     "fused_gated_rms_norm",
+    "fused_group_norm",
     "fused_l2_norm",
     "fused_layer_norm",
     "fused_layer_norm_quantized",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import quantized  # `import X as X` below: callers find X here, too
 from ._channels_first_formula import channels_first
+from ._group_norm_formula import group_norm
 from ._modulated_formula import beside as beside
 from ._modulated_formula import gated_sum as gated_sum
 from ._modulated_formula import modulated as modulated
@@ -349,6 +350,21 @@ def fused_channels_first_rms_norm(
 ) -> Tensor:
     """Twin of :func:`fused_op.fused_channels_first_rms_norm`."""
     return channels_first("rms_norm", input, weight, bias, eps, activation)
+
+
+def fused_group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: PixelActivation = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> Tensor:
+    """Twin of :func:`fused_op.fused_group_norm`."""
+    return group_norm(input, num_groups, weight, bias, scale, shift, eps, activation)
 
 
 fused_rms_norm_quantized = quantized_twin(quantized.fused_rms_norm_quantized)

@@ -23,6 +23,7 @@
 #include "core/quantize.h"
 #include "core/rope.h"
 #include "core/variant.h"
+#include "cpu/group_chunks.h"
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define FUSED_OP_CPU_X86 1
@@ -100,6 +101,14 @@ struct Level {
                                  std::int64_t last_tile);
   void (*channels_first_backward)(const ChannelsFirstBackwardArgs& args, std::int64_t first_chunk,
                                   std::int64_t last_chunk, std::int64_t chunks);
+  // A step of a range of chunks or of groups, and the gradients of a range of channels. `work` has
+  // the doubles of cpu/group_chunks.h.
+  void (*group_norm_forward)(const GroupNormForwardArgs& args, double* work, GroupStep step,
+                             std::int64_t first, std::int64_t last);
+  void (*group_norm_backward)(const GroupNormBackwardArgs& args, double* work, GroupStep step,
+                              std::int64_t first, std::int64_t last);
+  void (*group_norm_channels)(const GroupNormBackwardArgs& args, double* work,
+                              std::int64_t first_channel, std::int64_t last_channel);
   // Adds the partial sums of so many chunks up to the parameters' gradients.
   void (*add_chunks)(const NormBackwardArgs& args, std::int64_t chunks, std::int64_t first_col,
                      std::int64_t last_col);

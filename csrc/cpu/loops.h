@@ -6,6 +6,8 @@
 #include "cpu/channels_first.h"
 #include "cpu/forward.h"
 #include "cpu/gated.h"
+#include "cpu/group_norm.h"
+#include "cpu/group_norm_backward.h"
 #include "cpu/level.h"
 #include "cpu/modulated.h"
 #include "cpu/quantize.h"
@@ -88,6 +90,9 @@ constexpr Level level_of(const char* name) {
           variant_backward_columns,
           channels_first_forward,
           channels_first_backward,
+          group_norm_forward,
+          group_norm_backward,
+          group_norm_channels,
           add_chunks};
 }
 

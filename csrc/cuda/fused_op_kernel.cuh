@@ -34,6 +34,10 @@
 //   staged_tile.cuh           how tiles of pixels come into shared memory, and gradients out of it
 //   backward_channels_first.cuh
 //                             channels_first_backward_kernel
+//   group_norm.h              how the kernels of group norms cut up a group
+//   group_norm_slots.cuh      how they walk over it
+//   forward_group_norm.cuh    group_norm_forward_kernel
+//   backward_group_norm.cuh   group_norm_backward_kernel, group_norm_sums_kernel
 //   add_partials.cuh          add_partials_kernel, the last step of the parameter gradients
 //
 // Their launches, on the host:
@@ -43,7 +47,7 @@
 //   kernels.h                 where all others come from: the package, a cache, or compile.cpp
 //   launch.h                  launch_forward.cpp, launch_quantized.cpp, launch_post_add_pre.cpp,
 //                             launch_backward.cpp, launch_backward_long.cpp,
-//                             launch_channels_first.cpp
+//                             launch_channels_first.cpp, launch_group_norm.cpp
 //
 // The formulas are in core/norm_math.h. Where a row comes from and what happens to it are in
 // core/source.h and core/epilogue.h. All torch-free.
@@ -54,10 +58,12 @@
 #include "cuda/backward_cluster.cuh"
 #include "cuda/backward_columns.cuh"
 #include "cuda/backward_few.cuh"
+#include "cuda/backward_group_norm.cuh"
 #include "cuda/backward_rows.cuh"
 #include "cuda/forward_channels_first.cuh"
 #include "cuda/forward_cluster.cuh"
 #include "cuda/forward_flat.cuh"
+#include "cuda/forward_group_norm.cuh"
 #include "cuda/forward_in_turn.cuh"
 #include "cuda/forward_post_add_pre.cuh"
 #include "cuda/forward_quantized.cuh"

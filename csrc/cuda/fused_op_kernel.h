@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "core/channels_first.h"
+#include "core/group_norm.h"
 #include "core/norm_args.h"
 #include "core/post_add_pre.h"
 #include "core/quantize.h"
@@ -33,6 +34,11 @@ std::optional<cudaError_t> post_add_pre_forward(PostAddPreForwardArgs& args, cud
 cudaError_t channels_first_forward(const ChannelsFirstForwardArgs& args, cudaStream_t stream);
 std::size_t channels_first_workspace(const ChannelsFirstBackwardArgs& args);
 cudaError_t channels_first_backward(const ChannelsFirstBackwardArgs& args, cudaStream_t stream);
+
+// Group norms, likewise.
+cudaError_t group_norm_forward(const GroupNormForwardArgs& args, cudaStream_t stream);
+std::size_t group_norm_workspace(const GroupNormBackwardArgs& args);
+cudaError_t group_norm_backward(const GroupNormBackwardArgs& args, cudaStream_t stream);
 
 // Bytes of scratch that norm_backward needs for these args on the current device; may be 0.
 // args.workspace is not read.

@@ -162,6 +162,20 @@ cudaError_t channels_first_backward(const ChannelsFirstBackwardArgs& args, cudaS
   return cudaGetLastError();
 }
 
+cudaError_t group_norm_forward(const GroupNormForwardArgs& args, cudaStream_t stream) {
+  launch_group_norm(args, device_info(), stream);
+  return cudaGetLastError();
+}
+
+std::size_t group_norm_workspace(const GroupNormBackwardArgs& args) {
+  return static_cast<std::size_t>(group_norm_sums_bytes(args));
+}
+
+cudaError_t group_norm_backward(const GroupNormBackwardArgs& args, cudaStream_t stream) {
+  launch_group_norm(args, device_info(), stream);
+  return cudaGetLastError();
+}
+
 std::size_t norm_backward_workspace(const NormBackwardArgs& args, const Variant* variant) {
   return backward_workspace(args, variant, device_info());
 }

@@ -29,6 +29,8 @@ enum class KernelKind {
   kPostAddPre,
   kChannelsFirstForward,
   kChannelsFirstBackward,
+  kGroupNorm,
+  kGroupNormSums,
 };
 
 // Packs fields into the bits of a kernel's key. Throws if a value does not fit into its bits.
@@ -109,6 +111,12 @@ void launch_channels_first(const ChannelsFirstForwardArgs& args, const DeviceInf
                            cudaStream_t stream);
 void launch_channels_first(const ChannelsFirstBackwardArgs& args, const DeviceInfo& device,
                            cudaStream_t stream);
+
+// Group norms.
+void launch_group_norm(const GroupNormForwardArgs& args, const DeviceInfo& device,
+                       cudaStream_t stream);
+void launch_group_norm(const GroupNormBackwardArgs& args, const DeviceInfo& device,
+                       cudaStream_t stream);
 
 std::size_t backward_workspace(const NormBackwardArgs& args, const Variant* variant,
                                const DeviceInfo& device);

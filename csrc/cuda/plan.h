@@ -17,6 +17,7 @@
 #include "core/variant.h"
 #include "cuda/channels_first.h"
 #include "cuda/device_info.h"
+#include "cuda/group_norm.h"
 
 namespace fused_op::cuda {
 
@@ -31,6 +32,8 @@ constexpr const char* kForwardStreamedHeader = "cuda/forward_streamed.cuh";
 constexpr const char* kQuantizedHeader = "cuda/forward_quantized.cuh";
 constexpr const char* kPostAddPreHeader = "cuda/forward_post_add_pre.cuh";
 constexpr const char* kQuantizeRowsHeader = "cuda/quantize_rows.cuh";
+constexpr const char* kGroupNormForwardHeader = "cuda/forward_group_norm.cuh";
+constexpr const char* kGroupNormBackwardHeader = "cuda/backward_group_norm.cuh";
 constexpr const char* kChannelsFirstForwardHeader = "cuda/forward_channels_first.cuh";
 constexpr const char* kChannelsFirstBackwardHeader = "cuda/backward_channels_first.cuh";
 constexpr const char* kBackwardHeader = "cuda/backward_rows.cuh";
@@ -295,6 +298,15 @@ ChannelsFirstBackwardPlan plan_channels_first(const ChannelsFirstBackwardArgs& a
 std::string kernel_name(const ChannelsFirstForwardArgs& args, const ChannelsFirstPlan& plan);
 std::string kernel_name(const ChannelsFirstBackwardArgs& args,
                         const ChannelsFirstBackwardPlan& plan);
+
+// Group norms. `tensors`: how many the kernel reads. With most_cluster = 1, for GPUs, and parts of
+// GPUs, without room for clusters.
+GroupNormPlan plan_group_norm(const GroupNormArgs& args, int tensors, const DeviceInfo& device,
+                              int most_cluster = 8);
+std::int64_t group_norm_sums_bytes(const GroupNormBackwardArgs& args);
+std::string group_norm_kernel_name(const GroupNormArgs& args, const GroupNormPlan& plan,
+                                   bool forward);
+std::string group_norm_sums_kernel_name(const GroupNormArgs& args);
 
 // The kernel that adds partial sums.
 std::string partials_kernel_name(const BackwardSpec& spec);

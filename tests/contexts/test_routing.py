@@ -242,7 +242,7 @@ def test_every_public_function_has_a_twin():
         assert signature == inspect.signature(getattr(reference, name))
     variants = {f"fused_{variant.name}" for variant in VARIANTS}
     others = ("_quantized", "qk_norm_rope", "gated_add_layer_norm", "gated_add_rms_norm")
-    others += "channels_first_layer_norm", "channels_first_rms_norm"
+    others += "channels_first_layer_norm", "channels_first_rms_norm", "group_norm"
     plain = {name for name in functions if not name.endswith(others)} - variants
     assert {op.name for op in OPS} == plain
     assert fused_op.fused_op is fused_layer_norm

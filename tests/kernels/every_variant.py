@@ -33,6 +33,10 @@ IMAGES = [  # of each number of warps and size of packs, and of channels that ar
     (2, 1, 5), (3, 16, 49), (1, 24, 4096), (2, 96, 3136), (1, 200, 1000), (2, 768, 196),
     (1, 2051, 130), (70, 48, 6),
 ]  # fmt: skip
+GROUPS = [  # one CTA and clusters; all that a CTA keeps, and more; packs of one element and of more
+    ((2, 4, 5), 2), ((3, 8, 49), 4), ((1, 32, 4096), 2), ((2, 320, 1024), 32), ((1, 6, 300_000), 2),
+    ((70, 6, 12), 3), ((2, 96, 1), 8),
+]  # fmt: skip
 
 
 def calls(pair: Pair) -> Iterator[Callable[[], None]]:
@@ -45,6 +49,10 @@ def calls(pair: Pair) -> Iterator[Callable[[], None]]:
         yield partial(_run_packed, cols, style, pair)
     for case, shape in itertools.product(CASES, IMAGES):
         yield partial(_run_images, Case(*case), shape, pair)
+    for (shape, groups), activation, modulated in itertools.product(
+        GROUPS, (None, "silu"), (False, True)
+    ):
+        yield partial(_run_group_norm, shape, groups, activation, modulated, pair)
     if pair.rows != F64:
         for op, rule, cols in itertools.product(OPS, RULES, (8, 129, 1024, 5000, 40000)):
             yield partial(_run_quantized, op, rule, cols, pair)
@@ -68,6 +76,22 @@ def _run_modulated(function: Callable, shape: tuple, entries: tuple, pair: Pair)
 
 def _run_images(case: Case, shape: tuple[int, ...], pair: Pair) -> None:
     _backward(case.fused(**image_arguments(shape, pair, "cuda", requires_grad=True)))
+
+
+def _run_group_norm(
+    shape: tuple[int, ...], groups: int, activation: str | None, modulated: bool, pair: Pair
+) -> None:
+    input = torch.randn(shape, device="cuda").to(pair.rows).requires_grad_()
+    weight, bias = (
+        torch.randn(shape[1], device="cuda").to(pair.params).requires_grad_() for _ in range(2)
+    )
+    projection = torch.randn(shape[0], 2 * shape[1], device="cuda").to(pair.rows).requires_grad_()
+    scale, shift = projection.chunk(2, 1) if modulated else (None, None)
+    _backward(
+        fused_op.fused_group_norm(
+            input, groups, weight, bias, activation=activation, scale=scale, shift=shift
+        )
+    )
 
 
 def _run_packed(cols: int, style: str, pair: Pair) -> None:

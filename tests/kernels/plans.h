@@ -27,5 +27,6 @@ void walk_long_forward();
 void walk_backward();
 void walk_long_backward();
 void walk_channels_first();
+void walk_group_norm();
 
 }  // namespace fused_op::cuda

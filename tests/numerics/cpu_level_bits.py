@@ -17,7 +17,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OPS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
 
 
-def draw_input(draw: random.Random, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def draw_input(draw: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Ordinary rows, and some that are constant, far from 0, huge or subnormal."""
     x = torch.randn(shape, dtype=torch.float64)
     kind = draw.randrange(6)
@@ -35,6 +35,8 @@ def draw_input(draw: random.Random, shape: tuple[int, int], dtype: torch.dtype) 
 
 def drawn_call(draw: random.Random) -> tuple[str, list[torch.Tensor]]:
     """One call with gradients: what it was, and all its results."""
+    if draw.random() < 0.2:
+        return drawn_group_norm(draw)
     op, dtype = draw.choice(OPS), draw.choice(DTYPES)
     shape = (draw.choice((1, 2, 5, 33, 70)), draw.choice(COLS))
     adds, is_half = op.startswith("add"), dtype.itemsize == 2
@@ -65,6 +67,22 @@ def drawn_call(draw: random.Random) -> tuple[str, list[torch.Tensor]]:
     outputs = list(results) if adds else [results]
     grads = torch.autograd.grad(outputs, args, [torch.randn_like(result) for result in outputs])
     return f"{op} {dtype} {shape} {options}", [*outputs, *grads]
+
+
+def drawn_group_norm(draw: random.Random) -> tuple[str, list[torch.Tensor]]:
+    dtype, groups, pixels = draw.choice(DTYPES), draw.randint(1, 3), draw.choice((*COLS, 40001))
+    shape = draw.choice((1, 2, 5)), groups * draw.choice((1, 2, 9)), pixels
+    activation, params = draw.choice((None, "silu")), draw.choice((dtype, torch.float32))
+    x = draw_input(draw, shape, dtype)
+    args = [x, *(torch.randn(shape[1]).to(params) for _ in range(2))]
+    args += [torch.randn(shape[:2]).to(dtype) for _ in range(2)]
+    args = [tensor.requires_grad_() for tensor in args]
+    x, weight, bias, scale, shift = args
+    output = fused_op.fused_group_norm(
+        x, groups, weight, bias, activation=activation, scale=scale, shift=shift
+    )
+    grads = torch.autograd.grad(output, args, torch.randn_like(output))
+    return f"group_norm {dtype} {shape} {groups} {activation}", [output, *grads]
 
 
 def digests(count: int) -> Iterator[str]:

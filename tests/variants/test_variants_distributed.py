@@ -14,7 +14,7 @@ if not torch.distributed.is_available():
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fused_op import fused_channels_first_layer_norm
+from fused_op import fused_channels_first_layer_norm, fused_group_norm
 from tests.calls import loss, outputs
 from tests.contexts.ranks import ranks_fixture
 from tests.ops import F32, Pair
@@ -62,6 +62,8 @@ def check_images(device):
     images = distribute_tensor(torch.randn(2, 3, 4, 4, device=device), mesh, [Shard(0)])
     with pytest.raises(NotImplementedError, match="sharding strategy"):
         fused_channels_first_layer_norm(images)
+    with pytest.raises(NotImplementedError, match="sharding strategy"):
+        fused_group_norm(images, 3)
 
 
 def test_images_have_no_rules(ranks_2):

@@ -11,6 +11,7 @@
 
 #include "core/channels_first.h"
 #include "core/gated_variant.h"
+#include "core/group_norm.h"
 #include "core/modulated_variant.h"
 #include "core/norm_args.h"
 #include "core/post_add_pre.h"
@@ -393,6 +394,15 @@ const char* gpu_channels_first_backward(const fused_op::NormBackwardArgs* args, 
                                         bool silu) {
   return outcome(
       [&] { return fused_op::cuda::channels_first_backward({*args, pixels, silu}, nullptr); });
+}
+const char* gpu_group_norm_forward(const fused_op::GroupNormForwardArgs* args) {
+  return outcome([&] { return fused_op::cuda::group_norm_forward(*args, nullptr); });
+}
+std::int64_t gpu_group_norm_workspace(const fused_op::GroupNormBackwardArgs* args) {
+  return static_cast<std::int64_t>(fused_op::cuda::group_norm_workspace(*args));
+}
+const char* gpu_group_norm_backward(const fused_op::GroupNormBackwardArgs* args) {
+  return outcome([&] { return fused_op::cuda::group_norm_backward(*args, nullptr); });
 }
 std::int64_t gpu_workspace(const fused_op::NormBackwardArgs* args) {
   return static_cast<std::int64_t>(fused_op::cuda::norm_backward_workspace(*args, nullptr));

@@ -1,0 +1,312 @@
+// What the kernels of group norms are made of: how a warp walks over its slots, how CTAs share what
+// they know of a group, and what is read for each channel. Device code; torch-free.
+#pragma once
+
+#include "core/convert.h"
+#include "core/gated.h"
+#include "core/norm_math.h"
+#include "cuda/access.cuh"
+#include "cuda/cluster_exchange.cuh"
+#include "cuda/group_norm.h"
+#include "cuda/row_sum.cuh"
+
+namespace fused_op::cuda {
+
+// What a kernel is compiled for. E: the elements that it reads and writes. kAtOnce: packs of a
+// plane that a lane reads before it computes with the first of them.
+template <typename E_, int kPack, int kAtOnce_, bool kSilu_>
+struct GroupNormOp {
+  using E = E_;
+  using A = Accumulator<E>;
+  static constexpr int N = kPack;
+  static constexpr int kAtOnce = kAtOnce_;
+  static constexpr bool kSilu = kSilu_;
+  static constexpr int kThreads = kGroupWarps * kWarpSize;
+};
+
+// The planes of a slot, and its turn in each of them.
+struct GroupSlot {
+  int first_plane;
+  int planes;
+  int turn;
+
+  __device__ __forceinline__ GroupSlot(const GroupNormSteps& steps, int slot)
+      : first_plane(slot / steps.slots_of_plane * steps.planes),
+        planes(min(steps.channels - first_plane, steps.planes)),
+        turn(slot % steps.slots_of_plane) {}
+
+  // In a plane.
+  __device__ __forceinline__ int turns(const GroupNormSteps& steps) const {
+    return (steps.turns - turn + steps.slots_of_plane - 1) / steps.slots_of_plane;
+  }
+  __device__ __forceinline__ bool has_last_turn(const GroupNormSteps& steps) const {
+    return (steps.turns - 1 - turn) % steps.slots_of_plane == 0;
+  }
+  template <typename A>
+  __device__ __forceinline__ A packs(const GroupNormSteps& steps) const {
+    const int absent = has_last_turn(steps) ? steps.lanes - steps.last_turn : 0;
+    const std::int64_t of_plane = std::int64_t{turns(steps)} * steps.lanes - absent;
+    return static_cast<A>(planes) * static_cast<A>(of_plane);
+  }
+};
+
+// What a lane has of a slot: in every `teams`-th plane, every step-th pack. All lanes of a warp
+// take the same number of steps.
+template <typename Op>
+struct SlotLane {
+  GroupSlot slot;
+  int team;  // of lanes that share a plane
+  int teams;
+  int steps;       // in a plane
+  int own_steps;   // of this lane
+  int next_pack;   // elements from one to the next
+  int first_pack;  // element of the first one in a plane
+  std::int64_t pixels;
+
+  __device__ __forceinline__ SlotLane(const GroupSlot& its_slot, const GroupNormSteps& shape,
+                                      std::int64_t all_pixels)
+      : slot(its_slot),
+        team(lane() / shape.lanes),
+        teams(kWarpSize / shape.lanes),
+        steps(its_slot.turns(shape)),
+        own_steps(steps),
+        next_pack(shape.slots_of_plane * shape.lanes * Op::N),
+        pixels(all_pixels) {
+    const int member = lane() % shape.lanes;
+    first_pack = (slot.turn * shape.lanes + member) * Op::N;
+    own_steps -= member >= shape.last_turn && slot.has_last_turn(shape);
+  }
+
+  __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % kWarpSize; }
+
+  // Calls visit(plane, own steps, element of its first pack, how many packs lie before it) for each
+  // plane of the slot; a lane without one there has no steps of its own.
+  template <typename Visit>
+  __device__ __forceinline__ void planes(Visit&& visit) const {
+    int packs = 0;
+#pragma unroll 1
+    for (int first = 0; first < slot.planes; first += teams) {
+      const bool has_plane = first + team < slot.planes;
+      const int plane = slot.first_plane + first + team;
+      visit(plane, has_plane ? own_steps : 0, plane * pixels + first_pack, packs);
+      packs += steps;
+    }
+  }
+};
+
+// The packs that a warp keeps of one tensor, in shared memory: each lane its own.
+template <typename Op>
+struct KeptPacks {
+  using E = typename Op::E;
+  using Packs = Pack<E, Op::N>;
+  static constexpr int kBytes = sizeof(E) * Op::N;
+
+  const E* group;  // in global memory
+  Packs* kept;     // of this lane; pack k is kWarpSize · k further
+  int count;
+
+  // Of the slot that is the k-th of its CTA.
+  __device__ __forceinline__ KeptPacks of_slot(int k) const {
+    return {group, kept + static_cast<std::int64_t>(k) * count * kWarpSize, count};
+  }
+  // Starts to copy the packs that are kept.
+  __device__ __forceinline__ void start(const SlotLane<Op>& mine) const {
+    mine.planes([&](int, int own_steps, std::int64_t element, int before) {
+      const E* from = group + element;
+#pragma unroll 4
+      for (int step = 0; step < own_steps && before + step < count; ++step) {
+        Packs* const to = kept + (before + step) * kWarpSize;
+        if constexpr (kBytes == 16) {
+          copy_async(shared_address(to), global_address(from));
+        } else if constexpr (kBytes > 2) {
+          copy_bytes_async<kBytes>(shared_address(to), global_address(from));
+        } else {
+          load_bytes_if<kBytes, false>(true, from, to->words);
+        }
+        from += mine.next_pack;
+      }
+    });
+  }
+  // Reads some packs of a plane, the first of them number k of the slot. Those that this lane does
+  // not have are zeros.
+  template <int kCount>
+  __device__ __forceinline__ void read(int k, int steps, int own_steps, const E* from,
+                                       int next_pack, Packs (&packs)[kCount]) const {
+    const bool all_kept = k + min(steps, kCount) <= count;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      clear(packs[i]);
+    }
+    if (all_kept) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (i < own_steps) {
+          packs[i] = kept[(k + i) * kWarpSize];
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        load_bytes_if<kBytes, false>(i < own_steps, from, packs[i].words);
+        from += next_pack;
+      }
+    }
+  }
+};
+
+// How the CTAs of a group share one value for each slot, once. Before sm_90, a group has one CTA.
+template <typename Value>
+struct SlotExchange {
+  Value* values;           // at the same place in every CTA
+  std::uint64_t* arrival;  // likewise
+  int slots;
+  int ctas;
+
+  __device__ __forceinline__ void begin() const {
+    in_cluster([](const auto& exchange) { exchange.begin(); });
+  }
+  __device__ __forceinline__ void ready() const {
+    in_cluster([](const auto& exchange) { exchange.ready(); });
+  }
+  // All lanes of a warp call it.
+  __device__ __forceinline__ void put(int slot, const Value& value) const {
+    in_cluster([&](const auto& exchange) { exchange.send(0, slot, value); });
+    if (ctas == 1 && threadIdx.x % kWarpSize == 0) {
+      values[slot] = value;
+    }
+  }
+  // All threads of the CTA have put their values, and those of the other CTAs are here.
+  __device__ __forceinline__ void await() const {
+    in_cluster([](const auto& exchange) { exchange.await(0); });
+    __syncthreads();
+  }
+
+ private:
+  template <typename Call>
+  __device__ __forceinline__ void in_cluster(Call&& call) const {
+#if __CUDA_ARCH__ >= 900
+    if (ctas > 1) {
+      call(ClusterExchange<Value, 1>{values, arrival, slots, ctas, 1});
+    }
+#endif
+  }
+};
+
+// A parameter of any dtype, known at run time: there is one for many pixels.
+template <typename A>
+__device__ __forceinline__ A read_parameter(const void* data, DType dtype, std::int64_t i,
+                                            float absent) {
+  const auto as = [&]<typename T>(T) {
+    A value[1];
+    Pack<T, 1> pack;
+    clear(pack);
+    load_bytes_if<sizeof(T), false>(true, static_cast<const T*>(data) + i, pack.words);
+    to_values(pack, value);
+    return value[0];
+  };
+  if (data == nullptr) {
+    return static_cast<A>(absent);
+  }
+  if constexpr (sizeof(A) == 8) {
+    return as(double{});
+  } else {
+    return dtype == DType::kFloat32   ? as(float{})
+           : dtype == DType::kFloat16 ? as(Float16{})
+                                      : as(BFloat16{});
+  }
+}
+template <typename A>
+__device__ __forceinline__ void write_parameter(void* data, DType dtype, std::int64_t i, A value) {
+  const auto as = [&]<typename T>(T) {
+    const A values[1] = {value};
+    store_bytes<sizeof(T)>(static_cast<T*>(data) + i, rounded<T>(values).words);
+  };
+  if (data == nullptr) {
+    return;
+  }
+  if constexpr (sizeof(A) == 8) {
+    as(double{});
+  } else if (dtype == DType::kFloat32) {
+    as(float{});
+  } else if (dtype == DType::kFloat16) {
+    as(Float16{});
+  } else {
+    as(BFloat16{});
+  }
+}
+
+// n = x̂ · factor + offset, in one channel of a sample.
+template <typename A>
+struct ChannelMap {
+  A factor;
+  A offset;
+
+  __device__ __forceinline__ static ChannelMap of(const ChannelArgs& args, std::int64_t sample,
+                                                  std::int64_t channel) {
+    const std::int64_t entry = sample * args.entry_stride + channel;
+    const A scale = A(1) + read_parameter<A>(args.scale, args.entry_dtype, entry, 0);
+    const A shift = read_parameter<A>(args.shift, args.entry_dtype, entry, 0);
+    const A weight = read_parameter<A>(args.weight, args.param_dtype, channel, 1);
+    const A bias = read_parameter<A>(args.bias, args.param_dtype, channel, 0);
+    return {weight * scale, multiply_add(bias, scale, shift)};
+  }
+};
+
+// The maps of a group's channels. Those of the first ones are in shared memory.
+template <typename A>
+struct GroupMaps {
+  const ChannelArgs& args;
+  ChannelMap<A>* maps;
+  int mapped;
+  std::int64_t sample;
+  std::int64_t channel;  // the first of the group
+
+  // All threads of the CTA call it, and synchronise before they call at().
+  __device__ __forceinline__ void fill() const {
+    for (int i = static_cast<int>(threadIdx.x); i < mapped; i += static_cast<int>(blockDim.x)) {
+      maps[i] = ChannelMap<A>::of(args, sample, channel + i);
+    }
+  }
+  __device__ __forceinline__ ChannelMap<A> at(int i) const {
+    return i < mapped ? maps[i] : ChannelMap<A>::of(args, sample, channel + i);
+  }
+};
+
+// silu(z), and its derivative. In 16 bits, where a few units in the last place of the arithmetic do
+// not matter, with the GPU's own exponential and reciprocal: a fifth of the instructions.
+template <typename E, typename A>
+__device__ __forceinline__ Activation<A> silu(A z) {
+  if constexpr (sizeof(E) == 2) {
+    float sigma;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(sigma) : "f"(z * -1.442695041f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigma) : "f"(1.0f + sigma));
+    const float value = z * sigma;
+    return {value, multiply_add(value, 1.0f - sigma, sigma)};
+  } else {
+    return activation<false>(z);
+  }
+}
+
+// Which group a CTA works on, and which of its slots.
+struct GroupPlace {
+  int group;  // counted over all samples
+  int sample;
+  int channel;         // its first one
+  std::int64_t first;  // its first element
+  int rank;            // of the CTA in its cluster
+  int first_slot;
+  int slots;  // of this CTA
+
+  __device__ __forceinline__ GroupPlace(const GroupNormArgs& args, const GroupNormSteps& steps)
+      : group(static_cast<int>(blockIdx.x / static_cast<unsigned>(steps.cluster))),
+        sample(group / steps.groups),
+        channel(group % steps.groups * steps.channels),
+        first((sample * args.channels + channel) * args.pixels),
+        rank(static_cast<int>(blockIdx.x % static_cast<unsigned>(steps.cluster))),
+        first_slot(steps.slots_of_cta * rank),
+        slots(min(steps.slots - first_slot, steps.slots_of_cta)) {}
+  __device__ __forceinline__ static int warp() { return static_cast<int>(threadIdx.x) / kWarpSize; }
+  __device__ __forceinline__ static int warps() { return static_cast<int>(blockDim.x) / kWarpSize; }
+};
+
+}  // namespace fused_op::cuda

@@ -1,0 +1,80 @@
+// The launches of group norms.
+
+#include "cuda/launch.h"
+
+namespace fused_op::cuda {
+namespace {
+
+const Kernel& kernel_of(const GroupNormArgs& args, const GroupNormPlan& plan, bool forward,
+                        const DeviceInfo& device) {
+  const KernelKey key = KeyBits(KernelKind::kGroupNorm)
+                            .add(forward, 1)
+                            .add(bits(args.dtype), 2)
+                            .add(bits(plan.pack), 4)
+                            .add(bits(plan.at_once), 4)
+                            .add(args.silu, 1)
+                            .key();
+  return require_kernel(key, device, [&] {
+    return KernelSource{.header = forward ? kGroupNormForwardHeader : kGroupNormBackwardHeader,
+                        .name = group_norm_kernel_name(args, plan, forward)};
+  });
+}
+
+const Kernel& sums_kernel(const GroupNormArgs& args, const DeviceInfo& device) {
+  const KernelKey key =
+      KeyBits(KernelKind::kGroupNormSums).add(args.dtype == DType::kFloat64, 1).key();
+  return require_kernel(key, device, [&] {
+    return KernelSource{.header = kGroupNormBackwardHeader,
+                        .name = group_norm_sums_kernel_name(args)};
+  });
+}
+
+// Returns false if this context's part of the GPU has no room for a cluster.
+template <typename Args>
+bool launch_plan(const Args& args, const GroupNormPlan& plan, bool forward,
+                 const DeviceInfo& device, cudaStream_t stream) {
+  const Kernel& kernel = kernel_of(args, plan, forward, device);
+  kernel.allow_shared(static_cast<int>(plan.shared_bytes), device);  // plans stay within it
+  return launch_clusters(
+      kernel,
+      {.grid = dim3(static_cast<unsigned>(args.all_groups() * plan.steps.cluster)),
+       .block = dim3(static_cast<unsigned>(plan.warps * kWarpSize)),
+       .shared_bytes = plan.shared_bytes,
+       .cluster = plan.steps.cluster},
+      {&args, &plan.steps}, device, stream);
+}
+
+template <typename Args>
+void launch_groups(const Args& args, int tensors, const DeviceInfo& device, cudaStream_t stream) {
+  const bool forward = tensors == 1;
+  const GroupNormPlan plan = plan_group_norm(args, tensors, device);
+  if (!launch_plan(args, plan, forward, device, stream)) {
+    launch_plan(args, plan_group_norm(args, tensors, device, 1), forward, device, stream);
+  }
+}
+
+}  // namespace
+
+void launch_group_norm(const GroupNormForwardArgs& args, const DeviceInfo& device,
+                       cudaStream_t stream) {
+  launch_groups(args, 1, device, stream);
+}
+
+void launch_group_norm(const GroupNormBackwardArgs& args, const DeviceInfo& device,
+                       cudaStream_t stream) {
+  const Kernel* const adder = args.wants_sums() ? &sums_kernel(args, device) : nullptr;
+  launch_groups(args, 2, device, stream);
+  if (adder == nullptr) {
+    return;
+  }
+  const int slices = plan_group_norm(args, 2, device).steps.slots_of_plane;
+  int lanes = 1;  // of a warp, for a sample
+  while (lanes < kWarpSize && lanes < slices) {
+    lanes *= 2;
+  }
+  launch(*adder,
+         {.grid = dim3(static_cast<unsigned>(args.channels)), .block = dim3(kGroupSumsThreads)},
+         {&args, &slices, &lanes}, device, stream);
+}
+
+}  // namespace fused_op::cuda

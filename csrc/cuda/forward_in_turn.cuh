@@ -102,6 +102,13 @@ __device__ __forceinline__ void write_held(
   }
 }
 
+// Whether a bulk copy moves what a warp has of a row, and there is nothing else to read.
+template <typename Op, typename Tile>
+constexpr bool kTakenInTurn =
+    std::is_same_v<typename Op::Source, Plain<typename Op::Source::Row>> && Op::Access::kWhole &&
+    std::is_same_v<typename Op::Args, NormForwardArgs> && Tile::kParts == 1 &&
+    sizeof(Pack<typename Op::Source::Row, Tile::kPack>) == kVectorBytes;
+
 // grid: clusters with as many CTAs as it takes to give each of them cta_parts parts of a row;
 // block: one warp for each part. Dynamic shared memory: kInTurnStages times these parts.
 template <typename Op, typename Tile>
@@ -115,9 +122,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   using A = Accumulator<Row>;
   using Staged = StagedParts<Tile>;
   constexpr int N = Tile::kPack;
-  static_assert(std::is_same_v<Source, Plain<Row>> && Op::Access::kWhole, "copied as it lies");
-  static_assert(std::is_same_v<typename Op::Args, NormForwardArgs>, "nothing beside the row");
-  static_assert(sizeof(Pack<Row, N>) == kVectorBytes && Tile::kParts == 1);
+  static_assert(kTakenInTurn<Op, Tile>, "a row is copied as it lies, and nothing beside it");
 
   const int thread = static_cast<int>(threadIdx.x);
   const int warp = thread / kWarpSize;

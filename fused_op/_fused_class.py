@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ._channels_first import fused_channels_first_layer_norm, fused_channels_first_rms_norm
+from ._group_norm import FusedGroupNorm
 from ._options import Norm, Rounding, machine_eps
 from .functional import fused_layer_norm, fused_rms_norm
 from .modules import FusedLayerNorm, FusedRMSNorm, takes_original
@@ -58,7 +59,7 @@ def fused_class(original: type[nn.Module], formula: Formula) -> type[nn.Module]:
 
 def is_fused(cls: type) -> bool:
     """Whether ``convert`` may have given this very class, and not a subclass of it, to a module."""
-    return cls in (FusedLayerNorm, FusedRMSNorm) or "_fused_recipe" in vars(cls)
+    return cls in (FusedLayerNorm, FusedRMSNorm, FusedGroupNorm) or "_fused_recipe" in vars(cls)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from ._channels_first import check_activation
 from ._group_norm_formula import group_norm, like_layout
 from ._options import PixelActivation, compute_dtype
 from ._variant import Ops, Variant
+from .modules import CONVERTED, takes_original
 
 _NAME = "fused_group_norm"
 
@@ -103,6 +104,9 @@ class FusedGroupNorm(nn.GroupNorm):
     Source: Wu and He 2018 (https://arxiv.org/abs/1803.08494).
     """
 
+    # Of the class, because instances that ``convert`` changed have none.
+    activation: PixelActivation = None
+
     def __init__(
         self,
         num_groups: int,
@@ -127,15 +131,37 @@ class FusedGroupNorm(nn.GroupNorm):
         self, input: Tensor, scale: Tensor | None = None, shift: Tensor | None = None
     ) -> Tensor:
         """Normalise the groups of each sample; multiply by ``1 + scale``, and add ``shift``."""
+        weight, bias = self.weight, self.bias
+        if hasattr(self, CONVERTED):  # as nn.GroupNorm: without a weight, any number of channels
+            may_be_original = scale is None and shift is None and self.activation is None
+        else:
+            may_be_original = False
+            self._check_channels(input)
+        tensors: Any = input, weight, bias
+        if (
+            may_be_original
+            and is_dynamo_compiling()
+            and takes_original(self, *tensors, is_image=True)
+        ):
+            return super().forward(input)
+        try:
+            return fused_group_norm(
+                input, self.num_groups, weight, bias, self.eps,
+                activation=self.activation, scale=scale, shift=shift,
+            )  # fmt: skip
+        except (RuntimeError, TypeError):
+            if not may_be_original or not takes_original(
+                self, *tensors, has_failed=True, is_image=True
+            ):
+                raise
+        return super().forward(input)
+
+    def _check_channels(self, input: Any) -> None:
         if isinstance(input, Tensor) and input.dim() > 1 and input.shape[1] != self.num_channels:
             raise RuntimeError(
                 f"{type(self).__name__}: input must have {self.num_channels} channels, dimension "
                 f"1, got shape {list(input.shape)}"
             )
-        return fused_group_norm(
-            input, self.num_groups, self.weight, self.bias, self.eps,
-            activation=self.activation, scale=scale, shift=shift,
-        )  # fmt: skip
 
     def extra_repr(self) -> str:
         """The arguments of the constructor."""

@@ -186,8 +186,6 @@ def explain(
     refusal: Refusal, module: nn.Module, like: Tensor, cols: int, shared: dict[int, Any]
 ) -> Refusal:
     """The refusal in words of what the module is, where that can be told."""
-    if isinstance(module, nn.GroupNorm):
-        return Refusal("is a group norm: it normalises groups of channels, dimension 1")
     if isinstance(module, nn.modules.batchnorm._NormBase) or "running_mean" in module._buffers:
         return Refusal("is a batch or instance norm: it normalises over the batch, or over images")
     if not (refusal.is_of_run or refusal.is_of_values):

@@ -48,6 +48,8 @@ class Match(NamedTuple):
     ulps: int  # spacings of the dtype that they may be apart, by their roundings to it
     rounding: Rounding  # of the fused class
     differing: float  # in 16 bits, the share of outputs that have other bits; else 1
+    # The original rounds more than its normalised values: no number of spacings bounds that.
+    rounds_statistics: bool = False
 
     @property
     def same_roundings(self) -> bool:
@@ -169,8 +171,8 @@ def _compare_outputs(
         formula.norm, x.double(), weight=factor, bias=bias, eps=eps, normalized_shape=shape
     )
     condition = _condition(probe, formula, x, shape)["output"]
-    noise = _noise(x, shape) * condition
-    ulp = _ulp(torch.maximum(old.abs(), new.abs()), x.dtype)
+    noise = noise_of(x, shape) * condition
+    ulp = ulp_of(torch.maximum(old.abs(), new.abs()), x.dtype)
     # A normalised value that is subnormal is off by half the smallest spacing, times the factor.
     info = torch.finfo(x.dtype)
     subnormal = info.eps * info.smallest_normal / 2 * (1.0 if factor is None else factor.abs())
@@ -249,14 +251,14 @@ def _compare_gradients(
     condition = _condition(probe, formula, x, shape, dy)
     # An original in 16 bits rounds a handful of terms on its way back: twice four ulp of the sum of
     # their magnitudes. A sum over rows may be held in 16 bits too, one rounding for each level.
-    tolerance = 8 * torch.finfo(x.dtype).eps + 2 * _noise(x, shape)
+    tolerance = 8 * torch.finfo(x.dtype).eps + 2 * noise_of(x, shape)
     for name, old, new in zip(("input", *parameters), *found, strict=True):
         bound = tolerance * condition[f"grad_{name}"]
         if old is None or new is None or not bool(((old - new).double().abs() <= bound).all()):
             raise Refusal(f"the gradient of its {name} is another than that of {formula.norm}")
 
 
-def _ulp(y: Tensor, dtype: torch.dtype) -> Tensor:
+def ulp_of(y: Tensor, dtype: torch.dtype) -> Tensor:
     """The spacing of the dtype's numbers at the magnitudes ``y``."""
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(y.clamp(min=info.smallest_normal))
@@ -276,7 +278,7 @@ def _params(probe: nn.Module, formula: Formula) -> tuple[Tensor | None, Tensor |
     return weight, None if bias is None else bias.detach().double()
 
 
-def _noise(x: Tensor, shape: tuple[int, ...]) -> float:
+def noise_of(x: Tensor, shape: tuple[int, ...]) -> float:
     """What the arithmetic of an implementation adds, relative to the condition.
 
     It costs eight roundings for the formula and a tree's levels for its sums; four times that,

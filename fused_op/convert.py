@@ -22,13 +22,15 @@ from ._channels_first_modules import ChannelsFirstNorm
 from ._fused_class import Factor, Formula, fused_class, is_fused
 from ._gated_class import gate_parameter, prove_gated
 from ._gated_rms_norm import FusedGatedRMSNorm
+from ._group_norm import FusedGroupNorm
+from ._grouped_proof import groups_name, prove_grouped
 from ._options import Norm, Rounding
 from ._probe import Refusal, explain, image_ranks, state_key
 from ._proof import Match, prove
 from ._residual import Residual, fuse_residuals
 from .modules import CONVERTED, FusedLayerNorm, FusedRMSNorm
 
-_FUSED = FusedLayerNorm, FusedRMSNorm, FusedGatedRMSNorm, ChannelsFirstNorm
+_FUSED = FusedLayerNorm, FusedRMSNorm, FusedGatedRMSNorm, ChannelsFirstNorm, FusedGroupNorm
 
 Select = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
@@ -36,6 +38,7 @@ EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 # A class without any of these may have the number in its forward.
 EPS_NUMBERS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-7, 1e-10, 1e-3, torch.finfo(torch.float32).eps)
 _TWICE = "up to 2 ulp apart: the original rounds in between too"
+_STATISTICS = "the original rounds eps or its statistics too, and is farther from the exact values"
 
 
 class Converted(NamedTuple):
@@ -50,10 +53,14 @@ class Converted(NamedTuple):
     rounding: Rounding = "once"  # of the fused op
     # In 16 bits, all but about 5e-5 of the outputs keep their bits.
     same_roundings: bool = False
+    # The original, a group norm, rounds eps or its statistics too: `ulps` does not bound that.
+    rounds_statistics: bool = False
 
     def note(self) -> str:
         """The words for it in a report."""
-        return "same roundings" if self.same_roundings else _TWICE if self.ulps == 2 else ""
+        if self.same_roundings:
+            return "same roundings"
+        return _STATISTICS if self.rounds_statistics else _TWICE if self.ulps == 2 else ""
 
 
 class Skipped(NamedTuple):
@@ -91,11 +98,11 @@ def convert(
 ) -> Report:
     """Give the norms of a model a fused forward, in place, after a comparison of each.
 
-    ``torch.nn.LayerNorm`` and ``RMSNorm`` become :class:`FusedLayerNorm` and :class:`FusedRMSNorm`.
-    Other leaf modules that look like a norm, by name or by an ``eps``, and have at most a
-    ``weight`` and a ``bias``, become a subclass of their class. This includes Gemma's, which
-    multiply by ``1 + weight``, and norms over the channels of images, dimension 1, which keep
-    that dimension where it is in memory.
+    ``torch.nn.LayerNorm``, ``RMSNorm`` and ``GroupNorm`` become :class:`FusedLayerNorm`,
+    :class:`FusedRMSNorm` and :class:`FusedGroupNorm`. Other leaf modules that look like a norm, by
+    name or by an ``eps``, and have at most a ``weight`` and a ``bias``, become a subclass of their
+    class. This includes Gemma's, which multiply by ``1 + weight``, norms over the channels of
+    images, dimension 1, which keep that dimension where it is in memory, and group norms.
 
     Before that, a copy of each runs beside the fused op, forward and backward, in the dtype and on
     the device of its parameters: on random rows of many magnitudes and shapes, on zeros, and on NaN
@@ -159,7 +166,7 @@ def convert(
             skipped.append(Skipped(names[0], before.__name__, str(refusal)))
             continue
         changes.append((module, after))
-        facts = match.ulps, match.rounding, match.same_roundings
+        facts = match.ulps, match.rounding, match.same_roundings, match.rounds_statistics
         converted.append(Converted(names[0], before.__name__, after.__name__, *facts))
     # Only now, so that an error above, such as one in a predicate, leaves the model unchanged.
     for module, after in changes:
@@ -298,10 +305,33 @@ def _judge(module: nn.Module, like: Tensor, shared: dict[int, Any]) -> _Proof:
             like = torch.empty(0, dtype=like.dtype, device="cpu")
         if gate_parameter(type(module)) is not None:
             return _prove_with_gate(module, like, shape, shared)
-        return _prove_of_rows_or_images(module, like, shape, shared)
+        return _prove_without_gate(module, like, shape, shared)
     except Refusal as refusal:
         cols = 16 if not shape else shape if isinstance(shape, int) else shape[-1]
         raise explain(refusal, module, like, cols, shared) from None
+
+
+def _prove_without_gate(
+    module: nn.Module, like: Tensor, shape: Any, shared: dict[int, Any]
+) -> _Proof:
+    """The proof of a norm over rows, channels or groups; that over groups first for PyTorch's."""
+    refusal: Refusal | None = None
+    if isinstance(module, nn.GroupNorm):
+        try:
+            return prove_grouped(module, _eps_of(module), like, shared)
+        except Refusal as of_groups:
+            if type(module) is nn.GroupNorm:
+                raise
+            refusal = of_groups
+    try:
+        return _prove_of_rows_or_images(module, like, shape, shared)
+    except Refusal as of_others:
+        if refusal is not None:
+            raise refusal from None
+        if groups_name(module) is not None and (of_others.is_of_run or of_others.is_of_values):
+            with contextlib.suppress(Refusal):
+                return prove_grouped(module, _eps_of(module), like, shared)
+        raise
 
 
 def _prove_of_rows_or_images(

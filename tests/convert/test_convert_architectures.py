@@ -16,6 +16,7 @@ import torch
 
 from fused_op import convert
 from fused_op._fused_class import Formula
+from fused_op._grouped_class import GroupedFormula
 from tests.case import generator
 from tests.convert.conversion import check_conversion
 from tests.norms import randomize, rows
@@ -166,7 +167,6 @@ def test_more_architectures(name, dtype, device):
 # Those that stay as they are, in float32 and bfloat16, and why; all others are converted.
 OTHER_ROUNDINGS = r"differs from \w+ .* by roundings to torch.bfloat16 in between, which are not"
 MIXED = r"forward of rows .* raises RuntimeError: mixed dtype"
-GROUPS = "is a group norm"
 BATCH = "is a batch or instance norm"
 KEPT = {
     "BitBatchNorm2d": BATCH,
@@ -182,9 +182,8 @@ KEPT = {
     "PocketTTSTimestepNorm": "differs from rms_norm",  # by the variance
     "NoNorm": "is not a norm: its output grows with its input",
     "VitDetLayerNorm": OTHER_ROUNDINGS,
-    "Emu3VQVAESpatialNorm": GROUPS,
 }
-KINDS = {"BatchNorm": BATCH, "GroupNorm": GROUPS}
+KINDS = {"BatchNorm": BATCH}
 
 
 # A class with its decorators, up to the next line that is not indented.
@@ -223,6 +222,8 @@ def make_norm(cls):
 def images_of(module):
     """How many dimensions the images of its fused class have, if it takes images."""
     _, *recipe = getattr(type(module), "_fused_recipe", (None,))
+    if recipe and isinstance(recipe[0], GroupedFormula):
+        return recipe[0].dims[1:]
     return Formula(*recipe).images if len(recipe) > 1 else ()
 
 

@@ -285,8 +285,6 @@ REFUSED = {
     "gamma": (GammaNorm, r"has parameters other than weight and bias \(gamma\)"),
     "variance": (VarianceNorm, OTHER),
     "response": (ResponseNorm, OTHER),
-    "group of all": (lambda: nn.GroupNorm(1, COLS), "is a group norm"),
-    "group of one": (lambda: nn.GroupNorm(COLS, COLS), "is a group norm"),
     "instance": (lambda: nn.InstanceNorm2d(COLS, affine=True), "is a batch or instance norm"),
     "eps in a buffer": (lambda: with_eps_of("buffer"), r"has buffers \(eps\)"),
     "eps in a tensor": (lambda: with_eps_of("tensor"), "its eps is a Tensor, not a number"),

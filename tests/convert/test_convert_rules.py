@@ -261,7 +261,6 @@ REFUSED = {
     "dropout": (WithDropout, OTHER.format("rms_norm")),
     "gradient": (DetachedStatistics, "the gradient of its input is another than that of rms_norm"),
     "no gradient": (NoGradient, "gives no gradient"),
-    "group": (lambda: nn.GroupNorm(2, COLS), "is a group norm: it normalises groups of channels"),
     "batch": (lambda: nn.BatchNorm1d(COLS), "is a batch or instance norm: it normalises over the"),
     "dtype of result": (WiderOutput, r"forward of torch.float32\[3, 24\] returns torch.float64\["),
     "parametrized": (

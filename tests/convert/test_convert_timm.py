@@ -22,13 +22,10 @@ from tests.ops import BF16, F32
 timm = pytest.importorskip("timm", reason="timm, or the torchvision it imports, is not installed")
 
 # How the report explains each class that is left as it is
-GROUPS = "is a group norm: it normalises groups of channels"
 OTHER_NORM = r"differs from \w+ over (the last 1 dimension|the channels, dimension 1)"
 REASONS = {
     "BatchNorm2d": "is a batch or instance norm",
     "GlobalResponseNorm": OTHER_NORM,
-    "GroupNorm": GROUPS,
-    "GroupNorm1": GROUPS,
     "SimpleNorm": OTHER_NORM,
     "SimpleNormFp32": OTHER_NORM,
     "SimpleNorm2d": OTHER_NORM,

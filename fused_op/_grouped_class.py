@@ -1,0 +1,95 @@
+"""For a class of group norms, a subclass of it whose forward is the fused op.
+
+The counterpart of ``_fused_class.py``, which is for norms of rows and of the channels of a pixel.
+``_grouped_proof.py`` decides which modules may get such a class.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from ._group_norm import FusedGroupNorm, fused_group_norm
+from .modules import takes_original
+
+
+class GroupedFormula(NamedTuple):
+    """What the forward of a group norm computes, besides its shape."""
+
+    groups: str  # the attribute of its instances that holds how many groups there are
+    eps: str | float  # the attribute that holds it, or the number in the code
+    dims: tuple[int, ...] = ()  # the numbers of dimensions of inputs that were compared
+
+    def groups_of(self, module: nn.Module) -> int:
+        groups: int = getattr(module, self.groups)
+        return groups
+
+    def eps_of(self, module: nn.Module) -> Any:
+        return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+
+
+def grouped_class(original: type[nn.Module], formula: GroupedFormula) -> type[nn.Module]:
+    """The fused class: :class:`FusedGroupNorm` for PyTorch's own, else a subclass of ``original``.
+
+    It is always the same one for the same arguments.
+    """
+    if original is nn.GroupNorm:
+        return FusedGroupNorm
+    key: Any = original  # typeshed's Hashable does not know classes
+    return _subclass(key, formula)
+
+
+@functools.cache
+def _subclass(original: Any, formula: GroupedFormula) -> type[nn.Module]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # What was proved is the call with such an input, in the dtype of the parameters.
+        weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
+        affine = bias if weight is None else weight
+        if (
+            len(args) != 1
+            or kwargs
+            or not isinstance(args[0], Tensor)
+            or (affine is not None and args[0].dtype != affine.dtype)
+            or args[0].dim() not in formula.dims
+            or (
+                is_dynamo_compiling() and takes_original(self, args[0], weight, bias, is_image=True)
+            )
+        ):
+            return original.forward(self, *args, **kwargs)
+        try:
+            return fused_group_norm(
+                args[0], formula.groups_of(self), weight, bias, formula.eps_of(self)
+            )
+        except (RuntimeError, TypeError):
+            if not takes_original(self, args[0], weight, bias, has_failed=True, is_image=True):
+                raise
+        return original.forward(self, *args)
+
+    def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
+        reduced: tuple[Any, ...] = original.__reduce_ex__(self, protocol)
+        make, args, *state = reduced
+        make, *args = (original if part is cls else part for part in (make, *args))
+        return _restore, (original, formula, make, tuple(args)), *state
+
+    cls = type(
+        f"Fused{original.__name__}",
+        (original,),
+        {
+            "__module__": __name__,
+            "__doc__": f"``{original.__qualname__}`` whose forward is the fused group norm.",
+            "_fused_recipe": (original, formula),
+            "__reduce_ex__": reduce_ex,
+            "forward": forward,
+        },
+    )
+    return cls
+
+
+def _restore(original: type[nn.Module], formula: GroupedFormula, make: Any, args: Any) -> Any:
+    """Unpickle: an instance as the original class makes it, in its fused class."""
+    module = make(*args)
+    module.__class__ = grouped_class(original, formula)
+    return module

@@ -126,6 +126,9 @@ def test_changes_its_class_and_nothing_else(name, dtype, device):
         return
     if dtype is not F32 and name in WITHOUT_PARAMETERS:
         module = nn.Sequential(module, nn.Linear(1, 1, dtype=dtype, device=device))
+    if name == "no affine" and dtype is F16 and device == "cuda":  # PyTorch's kernel rounds eps
+        assert "by more than torch.float16 rounds" in only_reason(convert(module))
+        return
     original, state = copy.deepcopy(module), dict(module.__dict__)
     keys, parameters = list(module.state_dict()), list(module.parameters())
     (converted,) = convert(module).converted
@@ -136,7 +139,8 @@ def test_changes_its_class_and_nothing_else(name, dtype, device):
         module, original = module[0], original[0]
     is_torch = type(original) is nn.GroupNorm
     assert isinstance(module, type(original)) and (type(module) is FusedGroupNorm) == is_torch
-    assert converted.ulps == 1 and not converted.rounds_statistics
+    if device == "cpu" or dtype.itemsize > 2:  # on a GPU, PyTorch rounds the statistics, too
+        assert converted.ulps == 1 and not converted.rounds_statistics
     if dtype.itemsize != 2:
         assert not converted.note()
     elif dtype is BF16 and device == "cpu":

@@ -123,9 +123,14 @@ class ColumnSums {
     const auto of_row = static_cast<unsigned>(args.groups);
     const std::int64_t first = blockIdx.x % of_row * std::int64_t{width};
     const std::int64_t part = static_cast<std::int64_t>(blockIdx.x / of_row) * kGrads;
+    const std::int64_t end = of_row * std::int64_t{width};
 #pragma unroll
     for (int grad = 0; grad < kGrads; ++grad) {
-      const std::int64_t row = (part + grad) * partials_stride(of_row * std::int64_t{width});
+      const std::int64_t row = (part + grad) * partials_stride(end);
+      // What is added up later is read in whole vectors.
+      if (partials != nullptr && first == 0 && end + thread_ < partials_stride(end)) {
+        partials[row + end + thread_] = 0;
+      }
       void* const target = grad == 0 ? args.grad_weight : args.grad_bias;
       for (int col = thread_ * kFour; col < width; col += threads_ * kFour) {
         A sums[kFour];

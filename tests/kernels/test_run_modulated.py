@@ -65,6 +65,8 @@ CALLS = [
     Call(12, 40, 384, sms=2),
     Call(3, 4, 33, dtype=F32),
     Call(4, 1, 33, dtype=F16),
+    Call(1, 300, 33, dtype=F32, sms=4),  # partial sums that are not whole vectors
+    Call(3, 300, 35, dtype=F32, sms=9),
     Call(3, 7, 34, first=2),
     Call(3, 7, 160, first=1, of_entries=F32),
     Call(2, 1, 20000),

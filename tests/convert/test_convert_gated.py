@@ -49,7 +49,9 @@ def variants_of(cls):
     return [cls(COLS)]
 
 
-MODULES = [module for cls in gated_classes() for module in variants_of(cls)]
+MODULES = [module for cls in gated_classes() for module in variants_of(cls)] or [
+    pytest.param(None, marks=pytest.mark.skip(reason="transformers is not installed"))
+]
 
 
 def test_there_are_some():
@@ -153,6 +155,7 @@ def test_refused(cls):
 
 def test_a_converted_block_trains_as_before():
     """A layer like Qwen3-Next's output: projections around a gated norm, and its gradients."""
+    pytest.importorskip("transformers")
 
     class Block(nn.Module):
         def __init__(self):

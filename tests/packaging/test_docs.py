@@ -20,6 +20,11 @@ from fused_op.__main__ import covers
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 READMES = [page for page in (ROOT / "examples").rglob("README.md") if "build" not in page.parts]
+NEEDED = {
+    "from kernels import": "kernels",
+    "from transformers import": "transformers",
+    "integrations.hf_trainer import": "transformers",
+}
 EXAMPLES = [
     pytest.param(code, id=f"{page.name}-{i}")
     for page in PAGES
@@ -30,8 +35,9 @@ EXAMPLES = [
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_example(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches an example that raises, or that prints another report than the comment beside it."""
-    if "from kernels import" in code:
-        pytest.importorskip("kernels")
+    for needing, package in NEEDED.items():
+        if needing in code:
+            pytest.importorskip(package)
     exec(compile(code, "example", "exec"), {"__name__": "example"})
     printed = capsys.readouterr().out
     assert all(report in printed for report in re.findall(r"# (norms changed: .*)", code))

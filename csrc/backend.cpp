@@ -40,6 +40,24 @@ bool in_forked_child = false;
 [[maybe_unused]] const int fork_handler_status =
     pthread_atfork(nullptr, nullptr, [] { in_forked_child = true; });
 
+// The scratch memory of a call. It lives until the kernels have been queued.
+class Workspace {
+ public:
+  explicit Workspace(at::Device device) : device_(device) {}
+
+  void* allocate(std::size_t bytes) {  // null for none
+    if (bytes == 0) {
+      return nullptr;
+    }
+    memory_ = empty({static_cast<std::int64_t>(bytes)}, at::kByte, device_);
+    return memory_.mutable_data_ptr();
+  }
+
+ private:
+  at::Device device_;
+  at::Tensor memory_;
+};
+
 // The loops for this CPU. FUSED_OP_CPU overrides the choice, for tests and measurements.
 const cpu::Level& loops() {
   static const cpu::Level& level = []() -> const cpu::Level& {
@@ -210,16 +228,10 @@ void norm_quantized(const NormForwardArgs& args, const Quantization& quantizatio
 }
 
 void norm_backward(NormBackwardArgs& args, at::Device device, const Variant* variant) {
-  at::Tensor workspace;  // lives until the kernels have been queued
-  const auto allocate = [&](std::size_t bytes) {
-    if (bytes > 0) {
-      workspace = empty({static_cast<std::int64_t>(bytes)}, at::kByte, device);
-      args.workspace = workspace.mutable_data_ptr();
-    }
-  };
+  Workspace workspace(device);
   if (device.is_cpu()) {
     const cpu::BackwardWork work = cpu::backward_work(args, variant);
-    allocate(work.workspace_bytes(args.dtype));
+    args.workspace = workspace.allocate(work.workspace_bytes(args.dtype));
     const cpu::Level& level = loops();
     parallel_for(
         work.chunks, work.chunk_elements, [&](std::int64_t first_chunk, std::int64_t last_chunk) {
@@ -242,7 +254,7 @@ void norm_backward(NormBackwardArgs& args, at::Device device, const Variant* var
   }
 #ifdef FUSED_OP_WITH_CUDA
   const c10::cuda::CUDAGuard guard(device);
-  allocate(cuda::norm_backward_workspace(args, variant));
+  args.workspace = workspace.allocate(cuda::norm_backward_workspace(args, variant));
   check_launch(cuda::norm_backward(args, variant, c10::cuda::getCurrentCUDAStream()), "backward");
 #else
   fail_without_cuda();
@@ -288,16 +300,10 @@ void channels_first_forward(const ChannelsFirstForwardArgs& args, at::Device dev
 }
 
 void channels_first_backward(ChannelsFirstBackwardArgs& args, at::Device device) {
-  at::Tensor workspace;  // lives until the kernels have been queued
-  const auto allocate = [&](std::size_t bytes) {
-    if (bytes > 0) {
-      workspace = empty({static_cast<std::int64_t>(bytes)}, at::kByte, device);
-      args.workspace = workspace.mutable_data_ptr();
-    }
-  };
+  Workspace workspace(device);
   if (device.is_cpu()) {
     const cpu::BackwardWork work = cpu::channels_first_work(args);
-    allocate(work.workspace_bytes(args.dtype));
+    args.workspace = workspace.allocate(work.workspace_bytes(args.dtype));
     const cpu::Level& level = loops();
     parallel_for(work.chunks, work.chunk_elements,
                  [&](std::int64_t first_chunk, std::int64_t last_chunk) {
@@ -312,7 +318,7 @@ void channels_first_backward(ChannelsFirstBackwardArgs& args, at::Device device)
   }
 #ifdef FUSED_OP_WITH_CUDA
   const c10::cuda::CUDAGuard guard(device);
-  allocate(cuda::channels_first_workspace(args));
+  args.workspace = workspace.allocate(cuda::channels_first_workspace(args));
   check_launch(cuda::channels_first_backward(args, c10::cuda::getCurrentCUDAStream()), "backward");
 #else
   fail_without_cuda();
@@ -334,15 +340,10 @@ void group_norm_forward(const GroupNormForwardArgs& args, at::Device device) {
 }
 
 void group_norm_backward(GroupNormBackwardArgs& args, at::Device device) {
-  at::Tensor workspace;  // lives until the kernels have been queued
-  const auto allocate = [&](std::size_t bytes) {
-    if (bytes > 0) {
-      workspace = empty({static_cast<std::int64_t>(bytes)}, at::kByte, device);
-      args.workspace = workspace.mutable_data_ptr();
-    }
-  };
+  Workspace workspace(device);
   if (device.is_cpu()) {
-    allocate(static_cast<std::size_t>(cpu::backward_doubles(args)) * sizeof(double));
+    args.workspace =
+        workspace.allocate(static_cast<std::size_t>(cpu::backward_doubles(args)) * sizeof(double));
     double* const work = static_cast<double*>(args.workspace);
     const cpu::Level& level = loops();
     run_groups(args, work, level.group_norm_backward);
@@ -356,7 +357,7 @@ void group_norm_backward(GroupNormBackwardArgs& args, at::Device device) {
   }
 #ifdef FUSED_OP_WITH_CUDA
   const c10::cuda::CUDAGuard guard(device);
-  allocate(cuda::group_norm_workspace(args));
+  args.workspace = workspace.allocate(cuda::group_norm_workspace(args));
   check_launch(cuda::group_norm_backward(args, c10::cuda::getCurrentCUDAStream()), "backward");
 #else
   fail_without_cuda();

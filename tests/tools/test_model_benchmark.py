@@ -66,6 +66,27 @@ def test_variants_share_parameters_and_leave_no_gradient():
     assert all(p.grad is None for p in native.parameters())
 
 
+@pytest.mark.parametrize("small", [False, True])
+def test_models_have_the_sizes_of_their_names(small, monkeypatch, tmp_path):
+    """Catches tiny models under the names of large ones: without --small, their own sizes."""
+    measured = []
+
+    def measure(model, *given, **options):
+        measured.append(model)
+        return {"model": model.name, "mode": given[0], "variants": {}}
+
+    monkeypatch.setattr(models, "measure", measure)
+    monkeypatch.setattr(models, "default_device", lambda: torch.device("cpu" if small else "cuda"))
+    for name, result in {"CudaMeter": None, "tables": ""}.items():
+        monkeypatch.setattr(models, name, lambda *_, result=result: result)
+    monkeypatch.setattr(models.report, "environment", lambda *_: {"peers": {}})
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    command = ["models.py", "--json", str(tmp_path / "m.json"), "--mode", "eager"]
+    monkeypatch.setattr(sys, "argv", command + ["--small"] * small)
+    models.main()
+    assert measured == [model.small() if small else model for model in MODELS]
+
+
 def test_what_computes_something_else_is_no_figure():
     """Catches a variant that is fast because it is wrong, and a failure that takes others along."""
 

@@ -8,6 +8,7 @@
 #include "cpu/gated.h"
 #include "cpu/level.h"
 #include "cpu/pixels.h"
+#include "cpu/sums.h"
 
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
@@ -78,21 +79,8 @@ class ChannelsFirstForward {
     }
   }
 
-  // As Forward::moments_of of cpu/forward.h: NaN where the center was far from the mean.
-  Moments<A> moments_of(A center, double sum, double squares) const {
-    const double offset = sum / static_cast<double>(args_.cols);
-    const double mean = static_cast<double>(center) + offset;
-    const A rounded = static_cast<A>(mean);
-    const double lost = offset * sum;
-    const double second = squares - lost;
-    return {rounded, static_cast<A>(mean - static_cast<double>(rounded)),
-            lost > second ? std::numeric_limits<A>::quiet_NaN() : static_cast<A>(second)};
-  }
-  static bool needs_care(A second) { return !(second <= Limits<A>::kLargest); }
-
   void finish(std::int64_t row, int lane, const Moments<A>& found, A scale) {
-    const auto cols = static_cast<double>(args_.cols);
-    const A mean_square = static_cast<A>(static_cast<double>(found.second) / cols);
+    const A mean_square = static_cast<A>(static_cast<double>(found.second) / double_cols_);
     const Normalizer<A> normalizer = Norm::normalizer(
         Moments<A>{found.mean, found.rest, mean_square}, scale, A(1), static_cast<A>(args_.eps));
     normalizers_.put(lane, normalizer);
@@ -107,7 +95,8 @@ class ChannelsFirstForward {
     PixelTotals totals;
     add_deviations(tile, A(1), centers, totals);
     for (int j = 0; j < tile.count; ++j) {
-      const Moments<A> found = moments_of(centers[j], totals.sum[j], totals.squares[j]);
+      const Moments<A> found =
+          moments_of(centers[j], {totals.sum[j], totals.squares[j]}, double_cols_);
       if (needs_care(found.second)) {
         take_care(tile, j, found.mean);
       } else {
@@ -128,7 +117,7 @@ class ChannelsFirstForward {
       alignas(64) A centers[kLanes] = {center};
       PixelTotals totals;
       add_deviations(one, scale, centers, totals);
-      return moments_of(center, totals.sum[0], totals.squares[0]);
+      return moments_of(center, {totals.sum[0], totals.squares[0]}, double_cols_, true);
     };
     A scale = A(1);
     Moments<A> found = measure(scale, mean);
@@ -163,6 +152,7 @@ class ChannelsFirstForward {
   }
 
   const ChannelsFirstForwardArgs& args_;
+  const double double_cols_ = static_cast<double>(args_.cols);
   const ChannelParameters<A, ChannelsFirstForwardArgs> parameters_;
   PixelNormalizers<kLanes, A> normalizers_;
 };

@@ -104,11 +104,6 @@ __attribute__((noinline)) void add_residual(const NormForwardArgs& args, const T
   }
 }
 
-template <typename A>
-FUSED_OP_CPU_INLINE bool needs_care(A second) {
-  return !(second <= Limits<A>::kLargest);
-}
-
 // In double, one rounding less than the GPU's product. Of fp16 outputs with rounding before the
 // weight, a share of 3.5e-5 then differs from PyTorch's operations at 1000 columns, instead
 // of 4.6e-5.
@@ -208,33 +203,20 @@ class Forward {
   }
   static std::int64_t near_cols(std::int64_t cols) { return std::min(cols, kTileCols); }
 
-  // Σ(x - center)² loses no digits to cancellation if the center is within a deviation of the mean.
-  // If it is not, the second moment is NaN, which marks a row that needs care.
-  FUSED_OP_CPU_INLINE Moments<A> moments_of(A center, const Totals& totals) const {
-    const double offset = totals.sum / double_cols_;
-    const double mean = static_cast<double>(center) + offset;
-    const A rounded = static_cast<A>(mean);
-    const double lost = offset * totals.sum;
-    const double second = totals.squares - lost;
-    return {rounded, static_cast<A>(mean - static_cast<double>(rounded)),
-            lost > second ? std::numeric_limits<A>::quiet_NaN() : static_cast<A>(second)};
-  }
-
-  // In one pass. The mean is exact to the rounding of the deviations from it, even if these are
-  // small.
-  FUSED_OP_CPU_INLINE Moments<A> moments(std::int64_t row, const X* values, A scale, A center) {
+  // In one pass.
+  FUSED_OP_CPU_INLINE Totals deviations(std::int64_t row, const X* values, A scale, A center) {
     Totals totals;
     for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
       count = piece(col, cols_, kSumCols);
       const X* const part = values == nullptr ? read({row, 1, col, count}).first : values + col;
       add_deviations<kLanes, Norm::kCentered>(part, count, scale, center, totals);
     }
-    return moments_of(center, totals);
+    return totals;
   }
-  // The same for the rare rows that need care: one copy, which multiplies by the scale.
+  // Of the rare rows that need care: one copy, which multiplies by the scale.
   __attribute__((noinline)) Moments<A> moments_again(std::int64_t row, const X* values, A scale,
-                                                     A center) {
-    return moments(row, values, scale, center);
+                                                     A mean) {
+    return moments_of(mean, deviations(row, values, scale, mean), double_cols_, true);
   }
 
   // For a row whose center was far from its mean, or whose squares overflowed.
@@ -282,7 +264,7 @@ class Forward {
     }
 #pragma omp simd
     for (std::int64_t r = 0; r < rows; ++r) {
-      put(r, moments_of(mean_[r], {sums[r], squares[r]}));
+      put(r, moments_of(mean_[r], {sums[r], squares[r]}, double_cols_));
     }
   }
   static void measure_rows(const A* __restrict x, std::int64_t rows, A* __restrict mean,
@@ -414,7 +396,7 @@ class Forward {
         lies_ready(source_, kDTypeOf<X>) ? read({row, 1, 0, cols_}).first : nullptr;
     const std::int64_t near = near_cols(cols_);
     const A center = center_of(values == nullptr ? read({row, 1, 0, near}).first : values, near);
-    put(0, moments(row, values, A(1), center));
+    put(0, moments_of(center, deviations(row, values, A(1), center), double_cols_));
     const bool careful = normalize({row, 1, 0, cols_}) > 0;
     const Normalizer<A> normalizer =
         careful ? careful_normalizer(row, values, mean_[0]) : normalizer_of(0);

@@ -40,7 +40,7 @@ class GroupForward {
       totals.squares += sums_[2 * chunk + 1];
     }
     A scale = A(1);
-    Moments<A> found = moments_of(center_of(group), totals, false);
+    Moments<A> found = moments_of(center_of(group), totals, static_cast<double>(elements_));
     if (needs_care(found.second)) {
       take_care(group, found, scale);
     }
@@ -116,18 +116,6 @@ class GroupForward {
     return totals;
   }
 
-  // As Forward::moments_of of cpu/forward.h: NaN where the center may have been far from the mean.
-  Moments<A> moments_of(A center, const Totals& totals, bool is_near) const {
-    const double offset = totals.sum / static_cast<double>(elements_);
-    const double mean = static_cast<double>(center) + offset;
-    const A rounded = static_cast<A>(mean);
-    const double lost = offset * totals.sum;
-    const double second = totals.squares - lost;
-    const double unknown = is_near ? 0 : std::numeric_limits<double>::quiet_NaN();
-    return {rounded, static_cast<A>(mean - static_cast<double>(rounded)),
-            static_cast<A>(second < (is_near ? 0 : lost) ? unknown : second)};
-  }
-
   // A group whose center was far from its mean, or whose squares overflowed.
   __attribute__((noinline)) void take_care(std::int64_t group, Moments<A>& found, A& scale) const {
     const auto measure = [&](A center) {
@@ -138,7 +126,7 @@ class GroupForward {
         totals.sum += some.sum;
         totals.squares += some.squares;
       }
-      return moments_of(center, totals, true);
+      return moments_of(center, totals, static_cast<double>(elements_), true);
     };
     found = measure(found.mean);
     if (needs_care(found.second)) {

@@ -162,4 +162,27 @@ FUSED_OP_CPU_INLINE void add_deviations(const X* x, std::int64_t cols, A scale, 
   }
 }
 
+template <typename A>
+FUSED_OP_CPU_INLINE bool needs_care(A second) {
+  return !(second <= Limits<A>::kLargest);
+}
+
+// Moments of `count` values from the totals of their deviations from `center`: the mean, exact to
+// the rounding of the deviations, and Σ(x - mean)². The latter loses no digits to cancellation if
+// the center is within a deviation of the mean. If it is not, it is NaN, which marks values that
+// need care. `is_mean` says that the center is the rounded mean: then no more is lost than the
+// squares of tiny deviations, which are zeros.
+template <typename A>
+FUSED_OP_CPU_INLINE Moments<A> moments_of(A center, const Totals& totals, double count,
+                                          bool is_mean = false) {
+  const double offset = totals.sum / count;
+  const double mean = static_cast<double>(center) + offset;
+  const A rounded = static_cast<A>(mean);
+  const double lost = offset * totals.sum;
+  const double second = totals.squares - lost;
+  const double unknown = is_mean ? 0 : std::numeric_limits<double>::quiet_NaN();
+  return {rounded, static_cast<A>(mean - static_cast<double>(rounded)),
+          static_cast<A>(second < (is_mean ? 0 : lost) ? unknown : second)};
+}
+
 }  // namespace fused_op::cpu::FUSED_OP_CPU_LEVEL

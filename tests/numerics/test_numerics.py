@@ -128,6 +128,21 @@ def test_huge_and_tiny_rows(op, device, cols) -> None:
             case.check(case.run())
 
 
+@pytest.mark.parametrize("cols", [3, 8, 17, 64, 255, 1000, 4096, 70_000])
+@pytest.mark.parametrize("pair", [Pair(F32, F32), Pair(BF16, F32), Pair(F64, F64)], ids=str)
+def test_the_mean_of_rows_whose_squares_are_zeros(op, device, pair, cols):
+    """Catches a mean that is lost with the squares: the output would be x instead of x - mean."""
+    for size in (1e-180, 1e-220) if pair.rows == F64 else (1e-21, 1e-25, 1e-37):
+        x = ((torch.rand(5, cols, dtype=F64, device=device) + 1) * size).to(pair.rows)
+        tensors = (x, torch.zeros_like(x)) if op.adds else (x,)
+        output = op.fused(*tensors, eps=0.25)
+        output = (output[0] if op.adds else output).to(F64)
+        wide = x.to(F64)
+        expected = (wide - wide.mean(1, keepdim=True) if op.centred else wide) / 0.5
+        bound = expected.abs().max() * (0.01 if pair.rows == BF16 else 1e-6)
+        assert (output - expected).abs().max() <= bound
+
+
 def uniform_rows(like: torch.Tensor, size: float) -> torch.Tensor:
     """Values between -size and size, each with its opposite: x - mean is no larger than x."""
     rows = torch.special.erf(like.to(F64)) * size

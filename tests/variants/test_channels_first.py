@@ -220,6 +220,13 @@ def test_extreme_numbers(case, scale, offset, device):
     assert ((found - truth).abs() <= 1e-5 * bound + 1e-37).all()
 
 
+@pytest.mark.parametrize("scale", [1e-37, 1e-25])
+def test_tiny_numbers_keep_their_mean(case, scale, device):
+    """Catches a mean that is lost with the squares, which are all zeros."""
+    x = (arguments((2, 40, 5, 5), Pair(F32, F32), device)["input"] + 3) * scale
+    check(case, {"input": x}, torch.randn(x.shape, device=device))
+
+
 def test_a_pixel_far_from_its_first_channels(case, device):
     """Catches a variance that has cancelled where a few channels do not tell where the mean is."""
     inputs = arguments((2, 48, 70), Pair(F32, F32), device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._arguments import check_tensor
 from ._ops import register_rules
@@ -382,19 +382,24 @@ def _backward(
     )
 
 
-def norm_to_main_grad(op: Any, module: Any, tensors: Tensors) -> Any:
-    """A call from a module whose parameter gradients are added to ``main_grad``."""
-    options = Options(
-        "layer_norm" if isinstance(module, torch.nn.LayerNorm) else "rms_norm",
+def norm_of_module(op: Any, module: Any, tensors: Tensors) -> Any:
+    """``op`` with the options of a module of ``modules.py``.
+
+    Faster than the call of ``op``, which takes them as keyword arguments, and knows ``main_grad``.
+    """
+    dropout_p = module.dropout_p
+    given: Given = (
+        "layer_norm" if isinstance(module, nn.LayerNorm) else "rms_norm",
         module.eps,
-        normalized_shape=module.normalized_shape,
-        zero_centered=module.zero_centered,
-        rounding=module.rounding,
-        dropout_p=module.dropout_p,
-        training=module.training,
-        out_dtype=module.out_dtype,
-        residual_dtype=module.residual_dtype,
-        memory_efficient=module.memory_efficient,
-        main_grad=True,
+        module.normalized_shape,
+        module.zero_centered,
+        module.rounding,
+        dropout_p,
+        not dropout_p or module.training,  # torch.compile compiles again when training changes
+        module.out_dtype,
+        module.residual_dtype,
+        module.memory_efficient,
+        module.fuse_wgrad_accumulation,
+        False,
     )
-    return run(op, _NormFunction, options, tensors)
+    return run(op, _NormFunction, given, tensors)

@@ -20,7 +20,7 @@ from .functional import (
     fused_add_rms_norm,
     fused_layer_norm,
     fused_rms_norm,
-    norm_to_main_grad,
+    norm_of_module,
 )
 
 # In the __dict__ of a module that convert changed: its previous class.
@@ -96,18 +96,6 @@ class _Extras:
         """
         if self.zero_centered or self.rounding != "once" or self.out_dtype is not None:
             self.register_forward_pre_hook(_do_nothing)
-
-    def _options(self: Any) -> dict[str, Any]:
-        """The keyword arguments of every function."""
-        return {
-            "normalized_shape": self.normalized_shape,
-            "zero_centered": self.zero_centered,
-            "rounding": self.rounding,
-            "dropout_p": self.dropout_p,
-            # Read only if needed: torch.compile compiles again when it changes.
-            "training": not self.dropout_p or self.training,
-            "out_dtype": self.out_dtype,
-        }
 
     def _extras_repr(self) -> str:
         """The options that are not the default."""
@@ -190,20 +178,13 @@ class FusedLayerNorm(_Extras, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise input."""
-        if self.fuse_wgrad_accumulation:
-            output: Tensor = norm_to_main_grad(
-                fused_layer_norm, self, (input, None, self.weight, self.bias, None)
-            )
-            return output
         weight, bias = self.weight, self.bias
         if is_dynamo_compiling() and takes_original(self, input, weight, bias):
             return super().forward(input)
         try:
-            return fused_layer_norm(
-                *(input, weight, bias, self.eps),
-                memory_efficient=self.memory_efficient,
-                **self._options(),
-            )
+            tensors = input, None, weight, bias, None
+            output: Tensor = norm_of_module(fused_layer_norm, self, tensors)
+            return output
         except (RuntimeError, TypeError):
             if not takes_original(self, input, weight, bias, has_failed=True):
                 raise
@@ -279,20 +260,13 @@ class FusedRMSNorm(_Extras, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:  # the name that nn.RMSNorm gives it
         """Normalise x."""
-        if self.fuse_wgrad_accumulation:
-            output: Tensor = norm_to_main_grad(
-                fused_rms_norm, self, (x, None, self.weight, None, None)
-            )
-            return output
         weight = self.weight
         if is_dynamo_compiling() and takes_original(self, x, weight):
             return super().forward(x)
         try:
-            return fused_rms_norm(
-                *(x, weight, self.eps),
-                memory_efficient=self.memory_efficient,
-                **self._options(),
-            )
+            tensors = x, None, weight, None, None
+            output: Tensor = norm_of_module(fused_rms_norm, self, tensors)
+            return output
         except (RuntimeError, TypeError):
             if not takes_original(self, x, weight, has_failed=True):
                 raise
@@ -344,17 +318,9 @@ class FusedAddLayerNorm(FusedLayerNorm):
         self, input: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the normalised sum, and the sum as the new residual."""
-        if self.fuse_wgrad_accumulation:
-            outputs: tuple[Tensor, Tensor]
-            outputs = norm_to_main_grad(
-                fused_add_layer_norm, self, (input, residual, self.weight, self.bias, None)
-            )
-            return outputs
-        return fused_add_layer_norm(
-            *(input, residual, self.weight, self.bias, self.eps),
-            residual_dtype=self.residual_dtype,
-            **self._options(),
-        )
+        tensors = input, residual, self.weight, self.bias, None
+        outputs: tuple[Tensor, Tensor] = norm_of_module(fused_add_layer_norm, self, tensors)
+        return outputs
 
 
 class FusedAddRMSNorm(FusedRMSNorm):
@@ -401,14 +367,6 @@ class FusedAddRMSNorm(FusedRMSNorm):
         self, input: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the normalised sum, and the sum as the new residual."""
-        if self.fuse_wgrad_accumulation:
-            outputs: tuple[Tensor, Tensor]
-            outputs = norm_to_main_grad(
-                fused_add_rms_norm, self, (input, residual, self.weight, None, None)
-            )
-            return outputs
-        return fused_add_rms_norm(
-            *(input, residual, self.weight, self.eps),
-            residual_dtype=self.residual_dtype,
-            **self._options(),
-        )
+        tensors = input, residual, self.weight, None, None
+        outputs: tuple[Tensor, Tensor] = norm_of_module(fused_add_rms_norm, self, tensors)
+        return outputs

@@ -1,8 +1,6 @@
 """For a norm class of any library, a subclass of it whose forward is the fused op.
 
-An instance changes into it and back by its ``__class__``; ``convert.py`` decides which may. Such a
-class exists in this process only, so an instance is pickled as one of its original class, together
-with the recipe that makes the class again.
+``convert.py`` decides which modules may get such a class.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from ._channels_first import fused_channels_first_layer_norm, fused_channels_first_rms_norm
 from ._group_norm import FusedGroupNorm
 from ._options import Norm, Rounding, machine_eps
+from ._recipe import RECIPE, make_subclass
 from .functional import fused_layer_norm, fused_rms_norm
 from .modules import FusedLayerNorm, FusedRMSNorm, takes_original
 
@@ -59,7 +58,7 @@ def fused_class(original: type[nn.Module], formula: Formula) -> type[nn.Module]:
 
 def is_fused(cls: type) -> bool:
     """Whether ``convert`` may have given this very class, and not a subclass of it, to a module."""
-    return cls in (FusedLayerNorm, FusedRMSNorm, FusedGroupNorm) or "_fused_recipe" in vars(cls)
+    return cls in (FusedLayerNorm, FusedRMSNorm, FusedGroupNorm) or RECIPE in vars(cls)
 
 
 @functools.cache
@@ -103,25 +102,12 @@ def _subclass(original: Any, formula: Formula) -> type[nn.Module]:
                 raise
         return original.forward(self, *args)
 
-    def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
-        reduced: tuple[Any, ...] = original.__reduce_ex__(self, protocol)
-        make, args, *state = reduced
-        make, *args = (original if part is cls else part for part in (make, *args))
-        return _restore, (*recipe, make, tuple(args)), *state
-
-    recipe = original, *formula
-    cls = type(
-        f"Fused{original.__name__}",
-        (original,),
-        {
-            "__module__": __name__,
-            "__doc__": f"``{original.__qualname__}`` whose forward is the fused {norm}.",
-            "_fused_recipe": recipe,
-            "__reduce_ex__": reduce_ex,
-            "forward": forward,
-        },
-    )
-    return cls
+    members = {
+        "__module__": __name__,
+        "__doc__": f"``{original.__qualname__}`` whose forward is the fused {norm}.",
+        "forward": forward,
+    }
+    return make_subclass(original, formula, fused_class, f"Fused{original.__name__}", members)
 
 
 def _of_image(norm: Norm, x: Tensor, weight: Any, bias: Any, eps: float | None) -> Tensor:
@@ -129,11 +115,3 @@ def _of_image(norm: Norm, x: Tensor, weight: Any, bias: Any, eps: float | None) 
     if norm == "layer_norm":
         return fused_channels_first_layer_norm(x, weight, bias, eps)
     return fused_channels_first_rms_norm(x, weight, bias, eps)
-
-
-def _restore(original: type[nn.Module], *recipe: Any) -> Any:
-    """Unpickle: an instance as the original class makes it, in its fused class."""
-    *formula, make, args = recipe
-    module = make(*args)
-    module.__class__ = fused_class(original, Formula(*formula))
-    return module

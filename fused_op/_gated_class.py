@@ -24,6 +24,7 @@ from ._gated_rms_norm import fused_gated_rms_norm
 from ._options import Activation, Rounding, compute_dtype
 from ._probe import Refusal, check_side_effects, make_probe, run_forward
 from ._proof import BATCHES, MAGNITUDES, MORE_BATCHES, SAME_ELEMENTS, SAME_SHARE, Match
+from ._recipe import make_subclass
 
 GROUP_NAMES = ("n_groups", "ngroups", "num_groups", "norm_groups")
 
@@ -98,31 +99,12 @@ def _subclass(original: Any, formula: GatedFormula) -> type[nn.Module]:
         keywords = formula.keywords(self, given[0].shape[-1])
         return fused_gated_rms_norm(*given, weight, **keywords)
 
-    def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
-        reduced: tuple[Any, ...] = original.__reduce_ex__(self, protocol)
-        make, args, *state = reduced
-        make, *args = (original if part is cls else part for part in (make, *args))
-        return _restore, (original, formula, make, tuple(args)), *state
-
-    cls = type(
-        f"Fused{original.__name__}",
-        (original,),
-        {
-            "__module__": __name__,
-            "__doc__": f"``{original.__qualname__}`` whose forward with a gate is the fused op.",
-            "_fused_recipe": (original, formula),
-            "__reduce_ex__": reduce_ex,
-            "forward": forward,
-        },
-    )
-    return cls
-
-
-def _restore(original: type[nn.Module], formula: GatedFormula, make: Any, args: Any) -> Any:
-    """Unpickle: an instance as the original class makes it, in its fused class."""
-    module = make(*args)
-    module.__class__ = gated_class(original, formula)
-    return module
+    members = {
+        "__module__": __name__,
+        "__doc__": f"``{original.__qualname__}`` whose forward with a gate is the fused op.",
+        "forward": forward,
+    }
+    return make_subclass(original, formula, gated_class, f"Fused{original.__name__}", members)
 
 
 def prove_gated(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ._group_norm import FusedGroupNorm, fused_group_norm
+from ._recipe import make_subclass
 from .modules import takes_original
 
 
@@ -68,28 +69,9 @@ def _subclass(original: Any, formula: GroupedFormula) -> type[nn.Module]:
                 raise
         return original.forward(self, *args)
 
-    def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
-        reduced: tuple[Any, ...] = original.__reduce_ex__(self, protocol)
-        make, args, *state = reduced
-        make, *args = (original if part is cls else part for part in (make, *args))
-        return _restore, (original, formula, make, tuple(args)), *state
-
-    cls = type(
-        f"Fused{original.__name__}",
-        (original,),
-        {
-            "__module__": __name__,
-            "__doc__": f"``{original.__qualname__}`` whose forward is the fused group norm.",
-            "_fused_recipe": (original, formula),
-            "__reduce_ex__": reduce_ex,
-            "forward": forward,
-        },
-    )
-    return cls
-
-
-def _restore(original: type[nn.Module], formula: GroupedFormula, make: Any, args: Any) -> Any:
-    """Unpickle: an instance as the original class makes it, in its fused class."""
-    module = make(*args)
-    module.__class__ = grouped_class(original, formula)
-    return module
+    members = {
+        "__module__": __name__,
+        "__doc__": f"``{original.__qualname__}`` whose forward is the fused group norm.",
+        "forward": forward,
+    }
+    return make_subclass(original, formula, grouped_class, f"Fused{original.__name__}", members)

@@ -16,6 +16,7 @@ from torch.nn.modules import module as global_hooks
 from ._fused_class import Formula, is_fused
 from ._post_add_pre_rms_norm import fused_post_add_pre_rms_norm
 from ._probe import Refusal
+from ._recipe import make_subclass, recipe_of
 from ._rewrite import BOTH, HELPER, rewritten
 from .functional import fused_add_layer_norm, fused_add_rms_norm
 from .modules import CONVERTED, FusedLayerNorm, FusedRMSNorm
@@ -123,15 +124,16 @@ def _is_of_rows(cls: Any) -> bool:
     """Whether it is the fused class of a norm over the last dimensions of one input."""
     if cls in (FusedLayerNorm, FusedRMSNorm):
         return True
-    recipe = getattr(cls, "_fused_recipe", ())  # those of gated norms and of blocks are shorter
-    return len(recipe) == 1 + len(Formula._fields) and not Formula(*recipe[1:]).images
+    formula = recipe_of(cls)
+    return isinstance(formula, Formula) and not formula.images
 
 
 @functools.cache
 def _formula_of(cls: Any) -> Formula:
     if cls in (FusedLayerNorm, FusedRMSNorm):
         return Formula("layer_norm" if cls is FusedLayerNorm else "rms_norm", "weight", "eps")
-    return Formula(*cls._fused_recipe[1:])
+    formula: Formula = recipe_of(cls)
+    return formula
 
 
 def _arguments_of(norm: Any) -> tuple[Any, ...]:
@@ -173,31 +175,21 @@ def block_class(original: Any, norms: frozenset[str]) -> tuple[type[nn.Module], 
     """
     forward, additions = rewritten(original.forward, norms)
 
-    def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
-        make, args, *state = original.__reduce_ex__(self, protocol)
-        make, *args = (original if part is cls else part for part in (make, *args))
-        return _restore, (original, norms, make, tuple(args)), *state
-
     members = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
-        "_fused_recipe": (original, norms),
-        "__reduce_ex__": reduce_ex,
         "forward": forward,
         HELPER: staticmethod(add_norm),
         BOTH: staticmethod(norm_add_norm),
     }
     # Under the name of the original: libraries look for the blocks of a model by it.
     try:
-        cls = type(original.__name__, (original,), members)
+        cls = make_subclass(original, norms, _class_of_block, original.__name__, members)
     except Exception as error:  # of its metaclass or __init_subclass__
         raise Refusal(f"its class refuses a subclass: {type(error).__name__}: {error}") from error
     return cls, additions
 
 
-def _restore(original: Any, norms: frozenset[str], make: Any, args: Any) -> Any:
-    """Unpickle: an instance as the original class makes it, in the class that it was given."""
-    module = make(*args)
-    module.__class__, _ = block_class(original, norms)
-    return module
+def _class_of_block(original: Any, norms: frozenset[str]) -> type[nn.Module]:
+    return block_class(original, norms)[0]

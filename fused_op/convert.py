@@ -27,6 +27,7 @@ from ._grouped_proof import groups_name, prove_grouped
 from ._options import Norm, Rounding
 from ._probe import Refusal, explain, image_ranks, state_key
 from ._proof import Match, prove
+from ._recipe import recipe_of
 from ._residual import Residual, fuse_residuals
 from .modules import CONVERTED, FusedLayerNorm, FusedRMSNorm
 
@@ -365,8 +366,7 @@ def _prove_of_images(
         try:
             if formula is None:
                 after, matches[rank] = _prove_one(module, like, channels, shared, (rank,))
-                recipe: Any = vars(after)["_fused_recipe"]
-                formula = Formula(*recipe[1:])
+                formula = recipe_of(after)
             else:
                 each = formula._replace(images=(rank,))
                 fused = _subclassed(type(module), each)
@@ -417,8 +417,7 @@ def _prove_with_gate(module: nn.Module, like: Tensor, shape: Any, shared: dict[i
     if parameter is not None and parameter.default is not parameter.empty:
         with contextlib.suppress(Refusal):
             alone = _prove_one(module, like, shape, shared)
-    recipe: Any = None if alone is None else vars(alone[0])["_fused_recipe"]
-    without = None if recipe is None else Formula(*recipe[1:])
+    without = None if alone is None else recipe_of(alone[0])
     try:
         if eps_name is None:
             raise Refusal("has no eps")

@@ -17,6 +17,7 @@ import torch
 from fused_op import convert
 from fused_op._fused_class import Formula
 from fused_op._grouped_class import GroupedFormula
+from fused_op._recipe import recipe_of
 from tests.case import generator
 from tests.convert.conversion import check_conversion
 from tests.norms import randomize, rows
@@ -221,10 +222,10 @@ def make_norm(cls):
 
 def images_of(module):
     """How many dimensions the images of its fused class have, if it takes images."""
-    _, *recipe = getattr(type(module), "_fused_recipe", (None,))
-    if recipe and isinstance(recipe[0], GroupedFormula):
-        return recipe[0].dims[1:]
-    return Formula(*recipe).images if len(recipe) > 1 else ()
+    formula = recipe_of(type(module))
+    if isinstance(formula, GroupedFormula):
+        return formula.dims[1:]
+    return formula.images if isinstance(formula, Formula) else ()
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from torch import nn
 
 import fused_op
 from fused_op import convert, disabled, revert
-from fused_op._fused_class import Formula
+from fused_op._recipe import recipe_of
 from tests.contexts.graphs import Graphs
 from tests.convert.conversion import check_conversion
 from tests.norms import (
@@ -51,7 +51,7 @@ def images(dtype=F32, shape=(2, COLS, 5, 7), device="cpu"):
 
 
 def formula_of(module):
-    return Formula(*type(module)._fused_recipe[1:])
+    return recipe_of(type(module))
 
 
 def close(found, expected, dtype):

@@ -13,6 +13,7 @@ from torch import nn
 from fused_op import convert, revert
 from fused_op._fused_class import Formula, fused_class
 from fused_op._proof import SAME_SHARE
+from fused_op._recipe import RECIPE, recipe_of
 from tests.case import generator
 from tests.convert.test_convert_architectures import LLAMA, norm_classes
 from tests.norms import GatedNorm, LlamaNorm, ZeroCentredNorm, randomize
@@ -93,7 +94,7 @@ def test_contract(cls, factor, rounding, dtype, device):
     convert(module)
     if cls is not nn.RMSNorm:
         formula = Formula("rms_norm", factor, "variance_epsilon", rounding)
-        assert type(module)._fused_recipe[1:] == formula
+        assert recipe_of(type(module)) == formula
 
 
 def test_layer_norm_with_the_same_contract(device):
@@ -173,6 +174,6 @@ def test_greedy_decoding(dtype):
         return
     for converted in report.converted:  # or the tokens do not show the rounding
         module = model.get_submodule(converted.name)
-        original, *recipe = type(module)._fused_recipe
-        module.__class__ = fused_class(original, Formula(*recipe)._replace(rounding="once"))
+        original, formula = getattr(type(module), RECIPE)
+        module.__class__ = fused_class(original, formula._replace(rounding="once"))
     assert not torch.equal(model.generate(prompt, **length), before)

@@ -14,8 +14,9 @@ from torch.nn.utils import parametrizations, prune
 
 import fused_op
 from fused_op import convert, revert
-from fused_op._fused_class import Formula, fused_class
-from fused_op._gated_class import gated_class
+from fused_op._fused_class import fused_class
+from fused_op._gated_class import GatedFormula, gated_class
+from fused_op._recipe import recipe_of
 from fused_op.modules import FusedLayerNorm, FusedRMSNorm
 from tests.norms import (
     COLS,
@@ -98,11 +99,8 @@ def test_norm_changes_its_class_and_nothing_else(make, fused, dtype, device):
     original, kept = type(module), dict(module.__dict__)
     report = convert(module)
     assert changed(report) == [("", original.__name__, f"Fused{original.__name__}")]
-    recipe = () if fused else type(module)._fused_recipe[1:]
-    if gated := len(recipe) == 1:  # its calls with a gate are fused, too
-        (formula,) = recipe
-    else:
-        formula = Formula(*recipe) if recipe else None
+    formula = recipe_of(type(module))
+    gated = isinstance(formula, GatedFormula)  # its calls with a gate are fused, too
     class_of = gated_class if gated else fused_class
     assert type(module) is (fused or class_of(original, formula))
     assert gated == (isinstance(module, GatedNorm) and dtype is F32)
@@ -146,7 +144,7 @@ def test_fused_class_computes_by_the_kernel(cls, dtype, device, monkeypatch):
         pytest.skip("computes in float32")
     is_rounded = cls is ZeroCentredLayerNorm and dtype in (F16, BF16)
     convert(module)
-    _, norm, factor, _, rounding, images = type(module)._fused_recipe
+    norm, factor, _, rounding, images = recipe_of(type(module))
     assert not images
     zero_centered = cls in (ZeroCentredNorm, ZeroCentredLayerNorm)
     one_more = "rounded 1 + weight" if is_rounded else "1 + weight"

@@ -182,8 +182,11 @@ def draw_steps(figure: Any, results: list[Result]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.8)
     axes.set_xlabel("time of a training step over that with PyTorch's norms; lower is better")
-    axes.set_title(f"forward and backward, bf16, {results[0]['environment']['device']}")
-    axes.legend(loc="lower right", fontsize="small")
+    has_models = any("rows" in result for result in results)
+    shown = [result for result in results if "blocks" not in result or not has_models]
+    devices = dict.fromkeys(result["environment"]["device"] for result in shown)
+    axes.set_title(f"forward and backward, bf16, {' and '.join(devices)}")
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
 
 
 def draw_cpu(figure: Any, results: list[Result]) -> None:

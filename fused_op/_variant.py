@@ -78,7 +78,8 @@ class Variant:
             self.ops.check(*tensors, *options)  # the dispatcher has no readable error for these
         _register_rules()
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            return self.function.apply(options, *_distinct(tensors))
+            tensors = _distinct(tensors) if is_dynamo_compiling() else tensors
+            return self.function.apply(options, *tensors)
         return _forward(self.ops, tensors, options, False)[0]
 
 

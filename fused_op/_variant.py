@@ -111,7 +111,8 @@ def _function_of(ops: Ops) -> Any:
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
             if all(grad is None for grad in grads):
                 return (None,) * len(ctx.needs_input_grad)
-            kept, saved = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+            unpacked = ctx.saved_tensors  # once: checkpointing refuses a second time
+            kept, saved = unpacked[: ctx.count], unpacked[ctx.count :]
             stats = saved if len(saved) > 1 else saved[0]
             wanted = ctx.needs_input_grad[1:]
             return None, *_backward(ops, grads, kept, stats, ctx.options, wanted)

@@ -118,19 +118,20 @@ Steps = Iterator[tuple[str, dict[str, tuple[float, float]]]]
 
 
 def steps(results: list[Result]) -> Steps:
-    """Of each model: (time over PyTorch's, half its spread) by implementation.
-
-    Blocks stand in for whole models as long as no result has these.
-    """
-    for result in results:
+    """Of each model: (time over PyTorch's, half its spread) by implementation."""
+    for result in _of_steps(results):
         if "size" in result:  # examples/train_llama.py
             yield from _steps_of_example(result)
-    whole = [row for result in results for row in result.get("rows", ())]
-    if whole:
-        yield from _steps_of(whole, "step_", model_variants.NATIVE, _MODEL_LINES)
-    else:
-        blocks = [row for result in results for row in result.get("blocks", ())]
-        yield from _steps_of(blocks, "", TORCH, _BLOCK_LINES)
+        elif "rows" in result:
+            yield from _steps_of(result["rows"], "step_", model_variants.NATIVE, _MODEL_LINES)
+        else:
+            yield from _steps_of(result["blocks"], "", TORCH, _BLOCK_LINES)
+
+
+def _of_steps(results: list[Result]) -> list[Result]:
+    """Blocks stand in for whole models as long as no result has these."""
+    has_models = any("rows" in result for result in results)
+    return [result for result in results if "blocks" not in result or not has_models]
 
 
 def _steps_of_example(result: Result) -> Steps:
@@ -182,9 +183,7 @@ def draw_steps(figure: Any, results: list[Result]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.8)
     axes.set_xlabel("time of a training step over that with PyTorch's norms; lower is better")
-    has_models = any("rows" in result for result in results)
-    shown = [result for result in results if "blocks" not in result or not has_models]
-    devices = dict.fromkeys(result["environment"]["device"] for result in shown)
+    devices = dict.fromkeys(result["environment"]["device"] for result in _of_steps(results))
     axes.set_title(f"forward and backward, bf16, {' and '.join(devices)}")
     figure.legend(loc="outside lower center", ncols=4, fontsize="small")
 

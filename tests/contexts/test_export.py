@@ -147,8 +147,10 @@ def test_aot_inductor_package(device, tmp_path):
     own, since what it does wrong there ends the process."""
     path = str(tmp_path / "model.pt2")
     status = exit_status(check_package, device, path)
-    if status != 0 and exit_status(check_package_without_our_ops, device, path) != 0:
-        pytest.skip("PyTorch cannot load a package of its own ops here either")
+    # For a CPU without a GPU beside it, which docs/contexts.md promises, that is no excuse.
+    if status != 0 and torch.cuda.is_available():
+        if exit_status(check_package_without_our_ops, device, path) != 0:
+            pytest.skip("PyTorch cannot load a package of its own ops here either")
     assert status == 0
 
 

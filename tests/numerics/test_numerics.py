@@ -139,7 +139,8 @@ def test_the_mean_of_rows_whose_squares_are_zeros(op, device, pair, cols):
         output = (output[0] if op.adds else output).to(F64)
         wide = x.to(F64)
         expected = (wide - wide.mean(1, keepdim=True) if op.centred else wide) / 0.5
-        bound = expected.abs().max() * (0.01 if pair.rows == BF16 else 1e-6)
+        one = TOLERANCE[pair.rows]
+        bound = expected.abs().max() * (one.rounding + steps(cols) * one.compute) + one.smallest
         assert (output - expected).abs().max() <= bound
 
 

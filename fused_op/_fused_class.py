@@ -1,6 +1,6 @@
 """For a norm class of any library, a subclass of it whose forward is the fused op.
 
-``convert.py`` decides which modules may get such a class.
+``_judge.py`` decides which modules may get such a class.
 """
 
 from __future__ import annotations

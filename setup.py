@@ -37,7 +37,7 @@ from build_backend import find_cuda_headers, find_cuda_home, headers_version, nv
 
 DEFAULT_ARCHS = ["7.5", "8.0", "9.0", "10.0", "12.0"]  # 8.6 and 8.9 run the code of 8.0
 # Headers of PyTorch that take seconds to read. The sources that include one are compiled together.
-SLOW_HEADERS = {"python": r"pybind", "library": r'torch/library\.h|"variant\.h"'}
+SLOW_HEADERS = {"python": r'pybind|"call_keys\.h"', "library": r'torch/library\.h|"variant\.h"'}
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])

@@ -12,6 +12,7 @@
 #include "python_arguments.h"
 #include "routing.h"
 #include "torch_override.h"
+#include "variant_call.h"
 
 #ifndef FUSED_OP_NO_CUDA_REASON
 #define FUSED_OP_NO_CUDA_REASON ""
@@ -140,6 +141,7 @@ PYBIND11_MODULE(fused_op_cuda, m) {
   m.def("restore_torch", &restore_torch);
   m.def("override_counts", &override_counts);
   bind_kernel_tools(m);
+  bind_variant_call(m);
   m.def("build_info", &build_info);
   m.def("cpu_level", &backend::cpu_level);
 }

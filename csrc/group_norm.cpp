@@ -167,9 +167,9 @@ Borrowed readable_image(const at::Tensor& image) {
 }
 
 std::tuple<at::Tensor, at::Tensor> group_norm_forward(
-    const at::Tensor& input, std::int64_t groups, const OptionalTensor& weight,
-    const OptionalTensor& bias, const OptionalTensor& scale, const OptionalTensor& shift,
-    double eps, std::optional<std::string_view> activation, bool save_stats) {
+    const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+    const OptionalTensor& scale, const OptionalTensor& shift, std::int64_t groups, double eps,
+    std::optional<std::string_view> activation, bool save_stats) {
   const GroupNormCall call{kName, input, groups, weight, bias, scale, shift, is_silu(activation)};
   TORCH_CHECK_VALUE(std::isfinite(eps), kName, ": eps must be finite, got ", eps);
   check_tensors(call);
@@ -239,9 +239,9 @@ std::array<at::Tensor, 5> run_backward(const at::Tensor& grad_output, const Grou
 }
 
 GroupNormGradients group_norm_backward(const at::Tensor& grad_output, const at::Tensor& input,
-                                       std::int64_t groups, const OptionalTensor& weight,
-                                       const OptionalTensor& bias, const OptionalTensor& scale,
-                                       const OptionalTensor& shift, const at::Tensor& stats,
+                                       const OptionalTensor& weight, const OptionalTensor& bias,
+                                       const OptionalTensor& scale, const OptionalTensor& shift,
+                                       const at::Tensor& stats, std::int64_t groups,
                                        std::optional<std::string_view> activation,
                                        std::array<bool, 5> wanted) {
   const char* const op = "fused_op::group_norm_backward";
@@ -275,14 +275,15 @@ GroupNormGradients group_norm_backward(const at::Tensor& grad_output, const at::
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fused_op, m) {
+  register_op(
+      m,
+      "group_norm_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? "
+      "shift, int groups, float eps, str? activation, bool save_stats) -> (Tensor output, "
+      "Tensor stats)",
+      &group_norm_forward);
   register_op(m,
-              "group_norm_forward(Tensor input, int groups, Tensor? weight, Tensor? bias, Tensor? "
-              "scale, Tensor? shift, float eps, str? activation, bool save_stats) -> (Tensor "
-              "output, Tensor stats)",
-              &group_norm_forward);
-  register_op(m,
-              "group_norm_backward(Tensor grad_output, Tensor input, int groups, Tensor? weight, "
-              "Tensor? bias, Tensor? scale, Tensor? shift, Tensor stats, str? activation, bool[5] "
+              "group_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor? bias, "
+              "Tensor? scale, Tensor? shift, Tensor stats, int groups, str? activation, bool[5] "
               "wanted) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor "
               "grad_scale, Tensor grad_shift)",
               &group_norm_backward);

@@ -2,6 +2,8 @@
 // kernels with the parameters of an entry (core/modulated.h).
 #include "modulated_norm.h"
 
+#include <ATen/ops/zeros_like.h>
+
 #include <cmath>
 
 #include "backend.h"
@@ -329,7 +331,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_add_norm_forward(
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
-gated_add_norm_backward(const at::Tensor& grad_output, const OptionalTensor& grad_sum,
+gated_add_norm_backward(const OptionalTensor& grad_output, const OptionalTensor& grad_sum,
                         const at::Tensor& input, const at::Tensor& residual, const at::Tensor& gate,
                         const at::Tensor& scale, const OptionalTensor& shift,
                         const OptionalTensor& weight, const OptionalTensor& bias,
@@ -338,7 +340,7 @@ gated_add_norm_backward(const at::Tensor& grad_output, const OptionalTensor& gra
   const NormKind kind = checked_norm(norm, bias);
   auto grads =
       backward({gated_name(kind), kind, input, scale, shift, weight, bias, &residual, &gate},
-               grad_output, grad_sum, sum, stats,
+               grad_output ? *grad_output : at::zeros_like(sum), grad_sum, sum, stats,
                {wanted[0], wanted[1], wanted[2], wanted[3], wanted[4], wanted[5], wanted[6]});
   return {grads.input, grads.residual, grads.gate, grads.scale,
           grads.shift, grads.weight,   grads.bias};
@@ -364,7 +366,7 @@ TORCH_LIBRARY_FRAGMENT(fused_op, m) {
               "-> (Tensor output, Tensor sum, Tensor stats)",
               &gated_add_norm_forward);
   register_op(m,
-              "gated_add_norm_backward(Tensor grad_output, Tensor? grad_sum, Tensor input, Tensor "
+              "gated_add_norm_backward(Tensor? grad_output, Tensor? grad_sum, Tensor input, Tensor "
               "residual, Tensor gate, Tensor scale, Tensor? shift, Tensor? weight, Tensor? bias, "
               "Tensor sum, Tensor stats, str norm, bool[7] wanted) -> (Tensor grad_input, Tensor "
               "grad_residual, Tensor grad_gate, Tensor grad_scale, Tensor grad_shift, Tensor "

@@ -2,6 +2,7 @@
 // between two blocks of Gemma. Also the first two without the third, as in OLMo 2. Each norm has
 // the arguments and the bits of norm.cpp.
 #include <ATen/ops/add.h>
+#include <ATen/ops/zeros_like.h>
 
 #include "backend.h"
 #include "checks.h"
@@ -123,10 +124,22 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_add_forward(
   return {sum, stats};
 }
 
+BackwardOptions options_of_norm(const at::Tensor& input, const OptionalTensor& weight,
+                                bool zero_centered, std::string_view rounding,
+                                OptionalDtype residual_dtype, std::array<bool, 4> wanted) {
+  return {.norm = NormKind::kRmsNorm,
+          .zero_centered = zero_centered,
+          .rounding = parse_rounding(rounding),
+          .input_dtype = input.scalar_type(),
+          .residual_dtype = residual_dtype,
+          .param_dtype = (weight ? *weight : input).scalar_type(),
+          .wanted = wanted};
+}
+
 // The rounding between the two norms counts as the identity: the gradient of the branch is that of
 // the sum, rounded to the dtype of the branch.
-FourTensors post_add_pre_backward(const at::Tensor& grad_output, const OptionalTensor& grad_sum,
-                                  const at::Tensor& input, const at::Tensor& x,
+FourTensors post_add_pre_backward(const OptionalTensor& grad_output, const OptionalTensor& grad_sum,
+                                  const at::Tensor& input, const at::Tensor& sum,
                                   const OptionalTensor& post_weight,
                                   const OptionalTensor& pre_weight, const at::Tensor& stats,
                                   bool zero_centered, std::string_view rounding,
@@ -134,20 +147,22 @@ FourTensors post_add_pre_backward(const at::Tensor& grad_output, const OptionalT
   const auto [wants_input, wants_residual, wants_post, wants_pre] = wanted;
   const auto options = [&](const OptionalTensor& weight, OptionalDtype residual,
                            std::array<bool, 4> of_norm) {
-    return BackwardOptions{.norm = NormKind::kRmsNorm,
-                           .zero_centered = zero_centered,
-                           .rounding = parse_rounding(rounding),
-                           .input_dtype = input.scalar_type(),
-                           .residual_dtype = residual,
-                           .param_dtype = (weight ? *weight : input).scalar_type(),
-                           .wanted = of_norm};
+    return options_of_norm(input, weight, zero_centered, rounding, residual, of_norm);
   };
   const bool wants_branch = wants_input || wants_post;
-  auto [grad_branch, grad_residual, grad_pre, _] = norm_backward(
-      {grad_output, grad_sum, x, pre_weight, {}, stats.narrow(0, 1, 1), {}},
-      options(pre_weight, residual_dtype, {wants_branch, wants_residual, wants_pre, false}));
-  if (wants_residual && !grad_residual.defined()) {
-    grad_residual = grad_branch;
+  at::Tensor grad_branch, grad_residual, grad_pre;
+  if (grad_output) {
+    std::tie(grad_branch, grad_residual, grad_pre, std::ignore) = norm_backward(
+        {*grad_output, grad_sum, sum, pre_weight, {}, stats.narrow(0, 1, 1), {}},
+        options(pre_weight, residual_dtype, {wants_branch, wants_residual, wants_pre, false}));
+    if (wants_residual && !grad_residual.defined()) {
+      grad_residual = grad_branch;
+    }
+  } else {  // only the sum was used
+    TORCH_CHECK(grad_sum, "fused_op::post_add_pre_rms_norm_backward: no gradient");
+    grad_branch = grad_sum->to(input.scalar_type());
+    grad_residual = grad_sum->to(residual_dtype, /*non_blocking=*/false, /*copy=*/true);
+    grad_pre = wants_pre && pre_weight ? at::zeros_like(*pre_weight) : grad_pre;
   }
   at::Tensor grad_input, grad_post;
   if (wants_branch) {
@@ -159,6 +174,19 @@ FourTensors post_add_pre_backward(const at::Tensor& grad_output, const OptionalT
     return gradient.defined() ? gradient : nothing_like(input);
   };
   return {defined(grad_input), defined(grad_residual), defined(grad_post), defined(grad_pre)};
+}
+
+// The gradient of the residual is that of the sum: no op returns what it is given.
+std::tuple<at::Tensor, at::Tensor> rms_norm_add_backward(
+    const at::Tensor& grad_sum, const at::Tensor& input, const OptionalTensor& weight,
+    const at::Tensor& stats, bool zero_centered, std::string_view rounding,
+    std::array<bool, 2> wanted) {
+  const auto [grad_input, _, grad_weight, __] =
+      norm_backward({grad_sum.to(input.scalar_type()), {}, input, weight, {}, stats, {}},
+                    options_of_norm(input, weight, zero_centered, rounding, {},
+                                    {wanted[0], false, wanted[1], false}));
+  return {grad_input.defined() ? grad_input : nothing_like(input),
+          grad_weight.defined() ? grad_weight : nothing_like(input)};
 }
 
 }  // namespace
@@ -175,8 +203,13 @@ TORCH_LIBRARY_FRAGMENT(fused_op, m) {
               "sum, Tensor stats)",
               &rms_norm_add_forward);
   register_op(m,
-              "post_add_pre_rms_norm_backward(Tensor grad_output, Tensor? grad_sum, Tensor input, "
-              "Tensor x, Tensor? post_weight, Tensor? pre_weight, Tensor stats, bool "
+              "rms_norm_add_backward(Tensor grad_sum, Tensor input, Tensor? weight, Tensor stats, "
+              "bool zero_centered, str rounding, bool[2] wanted) -> (Tensor grad_input, Tensor "
+              "grad_weight)",
+              &rms_norm_add_backward);
+  register_op(m,
+              "post_add_pre_rms_norm_backward(Tensor? grad_output, Tensor? grad_sum, Tensor input, "
+              "Tensor sum, Tensor? post_weight, Tensor? pre_weight, Tensor stats, bool "
               "zero_centered, str rounding, ScalarType residual_dtype, bool[4] wanted) -> (Tensor "
               "grad_input, Tensor grad_residual, Tensor grad_post_weight, Tensor "
               "grad_pre_weight)",

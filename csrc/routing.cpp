@@ -4,54 +4,14 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/rand.h>
 #include <ATen/record_function.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/utils/pybind.h>
-
-#include <initializer_list>
 
 #include "backend.h"
+#include "call_keys.h"
 #include "checks.h"
 #include "dispatcher.h"
 
 namespace fused_op {
 namespace {
-
-// Where the dispatcher would send a call with these tensors, leaving autograd aside. nullptr:
-// absent.
-class CallKeys {
- public:
-  explicit CallKeys(std::initializer_list<const at::Tensor*> tensors) {
-    for (const at::Tensor* const tensor : tensors) {
-      if (tensor != nullptr) {
-        keys_ = keys_ | tensor->key_set();
-        is_dual_ = is_dual_ || tensor->_fw_grad(/*level=*/0).defined();  // has no key
-        requires_grad_ = requires_grad_ || tensor->requires_grad();
-      }
-    }
-    const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
-    keys_ = (keys_ | local.included_) - local.excluded_;
-    is_functorch_ = local.included_.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
-  }
-
-  // Whether nothing stands between the call and a dense CPU or CUDA kernel.
-  bool is_plain() const {
-    const c10::DispatchKey key =
-        (keys_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView - c10::autocast_dispatch_keyset)
-            .remove(c10::DispatchKey::BackendSelect)
-            .highestPriorityTypeId();
-    return !is_dual_ && (key == c10::DispatchKey::CPU || key == c10::DispatchKey::CUDA);
-  }
-  bool is_autocast() const { return keys_.has_any(c10::autocast_dispatch_keyset); }
-  bool is_recorded() const { return keys_.has(c10::DispatchKey::Tracer); }
-  bool is_transformed() const { return is_dual_ || is_functorch_; }
-  bool needs_grad() const { return requires_grad_ && at::GradMode::is_enabled(); }
-
- private:
-  c10::DispatchKeySet keys_;
-  bool is_dual_ = false;
-  bool is_functorch_ = false;
-  bool requires_grad_ = false;
-};
 
 const at::Tensor* address(const OptionalTensor& tensor) { return tensor ? &*tensor : nullptr; }
 
@@ -65,20 +25,6 @@ CallKeys keys_of(const BackwardTensors& tensors, const MainGrads& main_grads = {
                    address(tensors.weight), address(tensors.bias), &tensors.stats,
                    address(main_grads.weight), address(main_grads.bias)});
 }
-
-// Releases the interpreter during long calls, so that other Python threads run. For short calls
-// that costs time and gains nothing. (The node of autograd.cpp does not hold the interpreter.)
-class ReleasedInterpreter {
- public:
-  explicit ReleasedInterpreter(const at::Tensor& x) {
-    if (x.numel() > 65536 && PyGILState_Check() != 0) {
-      released_.emplace();
-    }
-  }
-
- private:
-  std::optional<pybind11::gil_scoped_release> released_;
-};
 
 // The dispatcher tells profilers about a call. A call that bypasses it does the same, under the
 // same name.

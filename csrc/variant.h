@@ -2,7 +2,8 @@
 //
 // A variant has two ops of its own, forward and backward. Its file checks, allocates, fills the
 // arguments of core/norm_args.h (or its own, derived from them), and runs them on the backend.
-// l2_norm.cpp is the smallest. The Python half is fused_op/_variant.py.
+// l2_norm.cpp is the smallest. The Python half is fused_op/_variant.py; variant_call.cpp calls the
+// ops, and finds what backward takes by the names in the schemas (variant_ops.h).
 #pragma once
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -14,9 +15,9 @@
 namespace fused_op {
 
 // Registers `function` under the name at the beginning of the schema, for CPU and CUDA. (In a CPU
-// build, CUDA is registered, too: its error names the reason.) The derivative is that of the
-// autograd.Function in fused_op/_variant.py. Asking for one that is recorded without it is an
-// error, because the gradients would be zeros.
+// build, CUDA is registered, too: its error names the reason.) The derivative is that of the node
+// in variant_call.cpp, and of the autograd.Function in fused_op/_variant.py. Asking for one that is
+// recorded without them is an error, because the gradients would be zeros.
 template <typename Function>
 void register_op(torch::Library& library, std::string_view schema, Function* function) {
   const std::string name(schema.substr(0, schema.find('(')));

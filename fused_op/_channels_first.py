@@ -19,7 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ._arguments import as_float, check_eps, check_parameter, check_rows, check_tensor
 from ._channels_first_formula import channels_are_last, channels_first
 from ._options import Norm, PixelActivation, compute_dtype
-from ._variant import Ops, Variant
+from ._variant import Variant, is_strided
 from .functional import fused_layer_norm, fused_rms_norm
 
 
@@ -104,14 +104,22 @@ def _call(
     eps = as_float(op, "eps", eps)
     if not is_dynamo_compiling():  # whose dynamic numbers have no isfinite: what is called checks
         check_eps(op, eps)
-    _check_tensors(op, *tensors, activation)
-    if math.prod(input.shape[2:]) == 1:  # a row for each sample
-        return _rows(norm, input.flatten(1), weight, bias, eps, activation).view(input.shape)
-    if channels_are_last(input):
-        rows = input.movedim(1, -1)
-        return _rows(norm, rows, weight, bias, eps, activation).movedim(-1, 1)
-    output: Tensor = _CHANNELS_FIRST((input.contiguous(), weight, bias), (norm, eps, activation))
+    check_activation(op, activation)
+    if is_strided(input) and input.dim() > 1:
+        if math.prod(input.shape[2:]) == 1:  # a row for each sample
+            _check_tensors(op, *tensors, activation)
+            return _rows(norm, input.flatten(1), weight, bias, eps, activation).view(input.shape)
+        if channels_are_last(input):
+            _check_tensors(op, *tensors, activation)
+            rows = input.movedim(1, -1)
+            return _rows(norm, rows, weight, bias, eps, activation).movedim(-1, 1)
+    output: Tensor = _CHANNELS_FIRST((in_planes(input), weight, bias), (norm, eps, activation))
     return output
+
+
+def in_planes(input: Tensor) -> Tensor:
+    """The contiguous input; ``input`` itself if it is, or is of a layout that will be refused."""
+    return input.contiguous() if is_strided(input) else input
 
 
 def _op(norm: Norm) -> str:
@@ -138,20 +146,6 @@ def _rows(
     if activation is not None:
         output = F.silu(output)
     return output.to(rows.dtype)
-
-
-def _forward(tensors: Any, options: Any, save: bool) -> tuple[Tensor, Tensor]:
-    results: tuple[Tensor, Tensor]
-    results = torch.ops.fused_op.channels_first_forward.default(*tensors, *options, save)
-    return results
-
-
-def _backward(grads: Any, tensors: Any, stats: Tensor, options: Any, wanted: Any) -> Any:
-    norm, _, activation = options
-    found = torch.ops.fused_op.channels_first_backward.default(
-        *grads, *tensors, stats, norm, activation, wanted
-    )
-    return tuple(g if want else None for g, want in zip(found, wanted, strict=True))
 
 
 def _formula(
@@ -186,12 +180,12 @@ def _check_tensors(
     activation: PixelActivation,
 ) -> None:
     check_activation(op, activation)
-    check_rows(op, "input", input)
     if input.dim() < 2:
         raise RuntimeError(
             f"{op}: input must have at least two dimensions, [N, C, *spatial], got shape "
             f"{list(input.shape)}"
         )
+    check_rows(op, "input", input)
     check_parameter(op, "weight", weight, input.shape[1])
     check_parameter(op, "bias", bias, input.shape[1])
     for name, parameter in (("weight", weight), ("bias", bias)):
@@ -248,4 +242,4 @@ def _fake_backward(
 torch.library.register_fake("fused_op::channels_first_forward", _fake_forward)
 torch.library.register_fake("fused_op::channels_first_backward", _fake_backward)
 
-_CHANNELS_FIRST = Variant(Ops(_forward, _backward, _formula, _check))
+_CHANNELS_FIRST = Variant("channels_first", _formula, _check)

@@ -49,9 +49,9 @@ def run_on_shards(cls: Any, op: Any, types: Any, args: Any, kwargs: Any = None) 
         ):
             named[name] = _as_dtensor(op, name, value, mesh)
 
-    # Backward follows x alone, as its stats do: what x was, and what forward made of its inputs.
-    # (That of rms_norm_add gets its input as x, and neither sum nor residual.)
-    leading = ("input",) if "rms_norm_add" in str(op) else ("x", "input", "residual")
+    # Backward follows x, or the sum, alone, as its stats do: what forward made of its inputs. (That
+    # of rms_norm_add has neither, and no residual.)
+    leading = ("input",) if "rms_norm_add" in str(op) else ("x", "sum", "input", "residual")
     leaders = [named[name] for name in leading if named.get(name) is not None]
     shape = leaders[0].shape
     # Of variants: heads that have weights of their own stay together.
@@ -133,7 +133,7 @@ def _from_shard(
     )
 
 
-VARIANTS = ("l2_norm", "gated_rms_norm", "post_add_pre_rms_norm", "rms_norm_rope")
+VARIANTS = ("l2_norm", "gated_rms_norm", "post_add_pre_rms_norm", "rms_norm_add", "rms_norm_rope")
 OPS = [f"{norm}_{way}" for norm in ("norm", *VARIANTS) for way in WAYS]
-for _op in (*OPS, "rms_norm_add_forward"):
+for _op in OPS:
     torch.library.register_torch_dispatch(f"fused_op::{_op}", DTensor, run_on_shards)

@@ -20,7 +20,7 @@ from ._arguments import (
     check_tensor,
 )
 from ._options import Activation, Rounding, compute_dtype, machine_eps
-from ._variant import Ops, Variant
+from ._variant import Variant
 
 _OP = "fused_gated_rms_norm"
 _ACTIVATIONS = ("silu", "sigmoid")
@@ -196,19 +196,6 @@ class FusedGatedRMSNorm(nn.Module):
         return fused_gated_rms_norm(input, gate, self.weight, self.eps, **self.options)
 
 
-def _forward(tensors: Any, options: Any, save: bool) -> tuple[Tensor, Tensor]:
-    results: tuple[Tensor, Tensor]
-    results = torch.ops.fused_op.gated_rms_norm_forward.default(*tensors, *options, save)
-    return results
-
-
-def _backward(grads: Any, tensors: Any, stats: Tensor, options: Any, wanted: Any) -> Any:
-    found = torch.ops.fused_op.gated_rms_norm_backward.default(
-        *grads, *tensors, stats, *options[1:], list(wanted)
-    )
-    return tuple(grad if w else None for grad, w in zip(found, wanted, strict=True))
-
-
 def _formula(input: Tensor, gate: Tensor, weight: Tensor | None, eps: float, *options: Any) -> Any:
     names = "group_size", "activation", "gate_first", "zero_centered", "rounding"
     keywords: Any = dict(zip(names, options, strict=True))
@@ -286,4 +273,4 @@ def _fake_backward(
 torch.library.register_fake("fused_op::gated_rms_norm_forward", _fake_forward)
 torch.library.register_fake("fused_op::gated_rms_norm_backward", _fake_backward)
 
-_GATED_RMS_NORM = Variant(Ops(_forward, _backward, _formula, _check))
+_GATED_RMS_NORM = Variant("gated_rms_norm", _formula, _check)

@@ -14,10 +14,10 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ._arguments import as_float, check_eps, check_parameter, check_rows, check_tensor
-from ._channels_first import check_activation
+from ._channels_first import check_activation, in_planes
 from ._group_norm_formula import group_norm, like_layout
 from ._options import PixelActivation, compute_dtype
-from ._variant import Ops, Variant
+from ._variant import Variant
 from .modules import CONVERTED, takes_original
 
 _NAME = "fused_group_norm"
@@ -77,13 +77,12 @@ def fused_group_norm(
         return handled
     check_tensor(_NAME, "input", input)
     eps = as_float(_NAME, "eps", eps)
-    if not is_dynamo_compiling():  # whose dynamic numbers have no isfinite: what is called checks
-        check_eps(_NAME, eps)
-    _check_call(*tensors, num_groups, activation)
-    planes = input.contiguous()
+    check_num_groups(_NAME, num_groups)
+    check_activation(_NAME, activation)
+    planes = in_planes(input)
     options = num_groups, eps, activation
     output: Tensor = _GROUP_NORM((planes, weight, bias, scale, shift), options)
-    return like_layout(output, input)
+    return output if planes is input else like_layout(output, input)
 
 
 class FusedGroupNorm(nn.GroupNorm):
@@ -169,21 +168,6 @@ class FusedGroupNorm(nn.GroupNorm):
         return shown if self.activation is None else f"{shown}, activation={self.activation!r}"
 
 
-def _forward(tensors: Any, options: Any, save: bool) -> tuple[Tensor, Tensor]:
-    (input, *others), (groups, eps, activation) = tensors, options
-    results: tuple[Tensor, Tensor]
-    op = torch.ops.fused_op.group_norm_forward.default
-    results = op(input, groups, *others, eps, activation, save)
-    return results
-
-
-def _backward(grads: Any, tensors: Any, stats: Tensor, options: Any, wanted: Any) -> Any:
-    (input, *others), (groups, _, activation) = tensors, options
-    op = torch.ops.fused_op.group_norm_backward.default
-    found = op(*grads, input, groups, *others, stats, activation, wanted)
-    return tuple(g if want else None for g, want in zip(found, wanted, strict=True))
-
-
 def _formula(
     input: Tensor,
     weight: Tensor | None,
@@ -208,25 +192,13 @@ def _check(
     activation: PixelActivation,
 ) -> None:
     check_eps(_NAME, eps)
-    _check_call(input, weight, bias, scale, shift, num_groups, activation)
-
-
-def _check_call(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    num_groups: int,
-    activation: PixelActivation,
-) -> None:
     check_activation(_NAME, activation)
-    check_rows(_NAME, "input", input)
     if input.dim() < 2:
         raise RuntimeError(
             f"{_NAME}: input must have at least two dimensions, [N, C, *spatial], got shape "
             f"{list(input.shape)}"
         )
+    check_rows(_NAME, "input", input)
     check_num_groups(_NAME, num_groups)
     if input.shape[1] % num_groups != 0:
         raise RuntimeError(
@@ -273,7 +245,7 @@ def _check_entry(name: str, entry: Tensor, input: Tensor) -> None:
 
 
 def _fake_forward(
-    input: Tensor, groups: int, weight: Any, bias: Any, scale: Any, shift: Any, eps: float,
+    input: Tensor, weight: Any, bias: Any, scale: Any, shift: Any, groups: int, eps: float,
     activation: PixelActivation, save_stats: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(input, weight, bias, scale, shift, groups, eps, activation)
@@ -282,8 +254,8 @@ def _fake_forward(
 
 
 def _fake_backward(
-    grad_output: Tensor, input: Tensor, groups: int, weight: Any, bias: Any, scale: Any,
-    shift: Any, stats: Tensor, activation: PixelActivation, wanted: list[bool],
+    grad_output: Tensor, input: Tensor, weight: Any, bias: Any, scale: Any, shift: Any,
+    stats: Tensor, groups: int, activation: PixelActivation, wanted: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     channels, entries = input.shape[1:2], input.shape[:2]
     tensors = input, weight, bias, scale, shift
@@ -299,4 +271,4 @@ def _fake_backward(
 torch.library.register_fake("fused_op::group_norm_forward", _fake_forward)
 torch.library.register_fake("fused_op::group_norm_backward", _fake_backward)
 
-_GROUP_NORM = Variant(Ops(_forward, _backward, _formula, _check))
+_GROUP_NORM = Variant("group_norm", _formula, _check)

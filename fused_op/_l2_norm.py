@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from . import reference
 from ._arguments import as_float, check_eps, check_rows, check_tensor
 from ._options import compute_dtype
-from ._variant import Ops, Variant
+from ._variant import Variant
 
 _OP = "fused_l2_norm"
 
@@ -44,16 +43,6 @@ def fused_l2_norm(input: Tensor, eps: float = 1e-6) -> Tensor:
     return output
 
 
-def _forward(tensors: Any, options: Any, save: bool) -> tuple[Tensor, Tensor]:
-    results: tuple[Tensor, Tensor]
-    results = torch.ops.fused_op.l2_norm_forward.default(*tensors, *options, save)
-    return results
-
-
-def _backward(grads: Any, tensors: Any, stats: Tensor, options: Any, wanted: Any) -> tuple[Tensor]:
-    return (torch.ops.fused_op.l2_norm_backward.default(*grads, *tensors, stats),)
-
-
 def _check(input: Tensor, eps: float) -> None:
     check_eps(_OP, eps)
     check_rows(_OP, "input", input)
@@ -73,4 +62,4 @@ def _fake_backward(grad_output: Tensor, input: Tensor, stats: Tensor) -> Tensor:
 torch.library.register_fake("fused_op::l2_norm_forward", _fake_forward)
 torch.library.register_fake("fused_op::l2_norm_backward", _fake_backward)
 
-_L2_NORM = Variant(Ops(_forward, _backward, reference.fused_l2_norm, _check))
+_L2_NORM = Variant("l2_norm", reference.fused_l2_norm, _check)

@@ -7,6 +7,7 @@ which neighbouring rows of the input share. ``csrc/core/modulated.h`` has the fo
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ._arguments import as_float, check_eps, check_parameter, check_rows, check_tensor
 from ._modulated_formula import gated_sum, modulated
 from ._options import Norm, compute_dtype, machine_eps
-from ._variant import Ops, Variant
+from ._variant import Variant
 
 
 def fused_modulated_layer_norm(
@@ -161,55 +162,11 @@ def _gated_add(norm: Norm, tensors: Any, eps: Any) -> tuple[Tensor, Tensor]:
     return outputs
 
 
-def _modulated_forward(tensors: Any, options: Any, save: bool) -> tuple[Tensor, Tensor]:
-    results: tuple[Tensor, Tensor]
-    results = torch.ops.fused_op.modulated_norm_forward.default(*tensors, *options, save)
-    return results
-
-
-def _modulated_backward(grads: Any, tensors: Any, stats: Tensor, options: Any, wanted: Any) -> Any:
-    (grad_output,), (input, _, shift, *_) = grads, tensors
-    norm, _ = options
-    asked = list(wanted)
-    is_own = _has_own_entries(shift, input)
-    asked[2] = wanted[2] and not is_own
-    found = [None] * len(asked)
-    if any(asked):
-        op = torch.ops.fused_op.modulated_norm_backward.default
-        found = list(op(*grads, *tensors, stats, norm, asked))
-    if wanted[2] and is_own:
-        found[2] = grad_output.to(shift.dtype).reshape(shift.shape)
-    return tuple(grad if w else None for grad, w in zip(found, wanted, strict=True))
-
-
-def _has_own_entries(shift: Tensor | None, input: Tensor) -> bool:
-    """Whether each row has its own entry. The gradient of shift is then that of the output."""
-    return shift is not None and shift.numel() == input.numel()
-
-
-def _gated_forward(
-    tensors: Any, options: Any, save: bool
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    output, sum, stats = torch.ops.fused_op.gated_add_norm_forward.default(*tensors, *options, save)
-    return (output, sum), (sum, stats)
-
-
-def _gated_backward(grads: Any, tensors: Any, saved: Any, options: Any, wanted: Any) -> Any:
-    (grad_output, grad_sum), (sum, stats) = grads, saved
-    input, _, _, _, shift, *_ = tensors
-    if grad_output is None:  # the output was not used
-        grad_output = torch.zeros_like(sum)
-    asked = list(wanted)
-    is_own = _has_own_entries(shift, input)
-    asked[4] = wanted[4] and not is_own
-    found = list(
-        torch.ops.fused_op.gated_add_norm_backward.default(
-            grad_output, grad_sum, *tensors, sum, stats, options[0], asked
-        )
-    )
-    if wanted[4] and is_own:
-        found[4] = grad_output.to(shift.dtype).reshape(shift.shape)
-    return tuple(grad if w else None for grad, w in zip(found, wanted, strict=True))
+def _passed(place: int, tensors: Any) -> tuple[int, int] | None:
+    """If each row has its own entry, the gradient of shift is that of the output."""
+    input, shift = tensors[0], tensors[place]
+    has_own_entries = isinstance(shift, Tensor) and shift.numel() == input.numel()
+    return (place, 0) if has_own_entries else None
 
 
 def _modulated_formula(
@@ -355,7 +312,7 @@ def _fake_modulated_backward(
 
 
 def _fake_gated_backward(
-    grad_output: Tensor, grad_sum: Any, input: Tensor, residual: Tensor, gate: Tensor,
+    grad_output: Any, grad_sum: Any, input: Tensor, residual: Tensor, gate: Tensor,
     scale: Tensor, shift: Any, weight: Any, bias: Any, sum: Tensor, stats: Tensor, norm: str,
     wanted: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -372,6 +329,8 @@ torch.library.register_fake("fused_op::gated_add_norm_forward", _fake_gated_forw
 torch.library.register_fake("fused_op::gated_add_norm_backward", _fake_gated_backward)
 
 _MODULATED_NORM = Variant(
-    Ops(_modulated_forward, _modulated_backward, _modulated_formula, _check_modulated)
+    "modulated_norm", _modulated_formula, _check_modulated, passed=partial(_passed, 2)
 )
-_GATED_ADD_NORM = Variant(Ops(_gated_forward, _gated_backward, _gated_formula, _check_gated))
+_GATED_ADD_NORM = Variant(
+    "gated_add_norm", _gated_formula, _check_gated, passed=partial(_passed, 4)
+)

@@ -27,8 +27,7 @@ from ._arguments import (
 )
 from ._norm_formula import normalize_backward
 from ._options import BackwardOptions, Rounding, compute_dtype, machine_eps
-from ._routes import run_backward
-from ._variant import Ops, Variant
+from ._variant import Variant
 from .functional import fused_add_rms_norm, fused_rms_norm
 
 _OP = "fused_post_add_pre_rms_norm"
@@ -173,41 +172,11 @@ class FusedPostAddPreRMSNorm(nn.Module):
         return fused_post_add_pre_rms_norm(input, residual, *weights, self.eps, **self.options)
 
 
-def _forward(tensors: Any, options: Any, save: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    output, sum, stats = torch.ops.fused_op.post_add_pre_rms_norm_forward.default(
-        *tensors, *options[:4], save
-    )
-    return (output, sum), stats
-
-
-def _kept(tensors: Any, outputs: Any) -> Any:
-    input, _, post_weight, pre_weight = tensors
-    return input, outputs[1], post_weight, pre_weight
-
-
-def _backward(grads: Any, kept: Any, stats: Tensor, options: Any, wanted: Any) -> Any:
-    if grads[0] is None:
-        return _one_by_one(run_backward, grads, kept, stats, options, wanted)
-    _, zero_centered, rounding, _, residual_dtype = options
-    found = torch.ops.fused_op.post_add_pre_rms_norm_backward.default(
-        *grads, *kept, stats, zero_centered, rounding, residual_dtype, list(wanted)
-    )
-    return tuple(grad if w else None for grad, w in zip(found, wanted, strict=True))
-
-
-def _gradients(grads: Any, kept: Any, options: Any, wanted: Any) -> Any:
-    def formula(tensors: Any, of_norm: Any, wanted: Any, _: None) -> Any:
-        return normalize_backward(tensors, of_norm, wanted)
-
-    return _one_by_one(formula, grads, kept, None, options, wanted)
-
-
-def _one_by_one(
-    backward: Any, grads: Any, kept: Any, stats: Tensor | None, options: Any, wanted: Any
-) -> Any:
+def _gradients(grads: Any, saved: Any, options: Any, wanted: Any) -> Any:
     """The backward of the two ops, or only of the first if the output is not used."""
     grad_output, grad_sum = grads
-    input, x, post_weight, pre_weight = kept
+    input, sum = saved["input"], saved["sum"]
+    post_weight, pre_weight = saved["post_weight"], saved["pre_weight"]
     eps, zero_centered, rounding, _, residual_dtype = options
     wants_input, wants_residual, wants_post, wants_pre = wanted
 
@@ -218,28 +187,23 @@ def _one_by_one(
             *(residual_dtype, param_dtype, input.dtype, False),
         )
 
-    def of_row(number: int) -> Tensor | None:
-        return None if stats is None else stats[number : number + 1]
-
-    grad_pre = None
     if grad_output is None:
         branch, grad_residual = grad_sum.to(input.dtype), grad_sum.to(residual_dtype)
+        grad_pre = torch.zeros_like(pre_weight) if wants_pre else None
     else:
-        branch, grad_residual, grad_pre, _ = backward(
-            (grad_output, grad_sum, x, pre_weight, None, of_row(1), None),
+        branch, grad_residual, grad_pre, _ = normalize_backward(
+            (grad_output, grad_sum, sum, pre_weight, None, None, None),
             of_norm(pre_weight, residual_dtype),
             (wants_input or wants_post, wants_residual, wants_pre, False),
-            None,
         )
         if wants_residual and residual_dtype == input.dtype:
             grad_residual = branch if grad_residual is None else grad_residual
     grad_input = grad_post = None
     if wants_input or wants_post:
-        grad_input, _, grad_post, _ = backward(
-            (branch, None, input, post_weight, None, of_row(0), None),
+        grad_input, _, grad_post, _ = normalize_backward(
+            (branch, None, input, post_weight, None, None, None),
             of_norm(post_weight, None),
             (wants_input, False, wants_post, False),
-            None,
         )
     found = grad_input, grad_residual, grad_post, grad_pre
     return tuple(grad if w else None for grad, w in zip(found, wanted, strict=True))
@@ -302,10 +266,10 @@ def _fake_forward(
 
 
 def _fake_backward(
-    grad_output: Tensor,
+    grad_output: Tensor | None,
     grad_sum: Tensor | None,
     input: Tensor,
-    x: Tensor,
+    sum: Tensor,
     post_weight: Tensor | None,
     pre_weight: Tensor | None,
     stats: Tensor,
@@ -330,6 +294,4 @@ def _fake_backward(
 torch.library.register_fake("fused_op::post_add_pre_rms_norm_forward", _fake_forward)
 torch.library.register_fake("fused_op::post_add_pre_rms_norm_backward", _fake_backward)
 
-_POST_ADD_PRE_RMS_NORM = Variant(
-    Ops(_forward, _backward, _formula, _check, kept=_kept, gradients=_gradients)
-)
+_POST_ADD_PRE_RMS_NORM = Variant("post_add_pre_rms_norm", _formula, _check, gradients=_gradients)

@@ -25,8 +25,7 @@ from ._arguments import (
 )
 from ._norm_formula import normalize_backward
 from ._options import BackwardOptions, Rounding, compute_dtype, machine_eps
-from ._routes import run_backward
-from ._variant import Ops, Variant
+from ._variant import Variant
 from .functional import fused_rms_norm
 
 _OP = "fused_rms_norm_add"
@@ -87,51 +86,27 @@ def fused_rms_norm_add(
     check_rounding(_OP, rounding)
     check_options(_OP, 0.0, None, residual_dtype, False)
     eps = machine_eps(input) if eps is None else as_float(_OP, "eps", eps)
-    options = eps, zero_centered, rounding, residual_dtype, residual.dtype
+    options = eps, zero_centered, rounding, residual_dtype
     sum: Tensor = _RMS_NORM_ADD(tensors, options)
     return sum
 
 
-def _forward(tensors: Any, options: Any, save: bool) -> tuple[Tensor, Tensor]:
-    results: tuple[Tensor, Tensor]
-    results = torch.ops.fused_op.rms_norm_add_forward.default(*tensors, *options[:4], save)
-    return results
+def _passed(_: Any) -> tuple[int, int]:
+    """The gradient of the residual is that of the sum."""
+    return 1, 0
 
 
-def _kept(tensors: Any, _: Any) -> Any:
-    input, _, weight = tensors
-    return input, None, weight
-
-
-def _backward(grads: Any, kept: Any, stats: Tensor, options: Any, wanted: Any) -> Any:
-    return _backward_by(run_backward, grads, kept, stats, options, wanted)
-
-
-def _gradients(grads: Any, kept: Any, options: Any, wanted: Any) -> Any:
-    def formula(tensors: Any, of_norm: Any, wanted: Any, _: None) -> Any:
-        return normalize_backward(tensors, of_norm, wanted)
-
-    return _backward_by(formula, grads, kept, None, options, wanted)
-
-
-def _backward_by(
-    backward: Any, grads: Any, kept: Any, stats: Tensor | None, options: Any, wanted: Any
-) -> Any:
-    """The backward of ``fused_rms_norm``. The addition passes its gradient to both."""
-    (grad,) = grads
-    input, _, weight = kept
-    eps, zero_centered, rounding, _, residual_dtype = options
+def _gradients(grads: Any, saved: Any, options: Any, wanted: Any) -> Any:
+    (grad,), (_, zero_centered, rounding, _) = grads, options
+    input, weight = saved["input"], saved["weight"]
     of_norm = BackwardOptions(
-        *("rms_norm", 1, eps, zero_centered, rounding, 0.0, False, input.dtype, None),
+        *("rms_norm", 1, options[0], zero_centered, rounding, 0.0, False, input.dtype, None),
         *(input.dtype if weight is None else weight.dtype, input.dtype, False),
     )
-    grad_input = grad_weight = None
-    if wanted[0] or wanted[2]:
-        tensors = grad.to(input.dtype), None, input, weight, None, stats, None
-        grad_input, _, grad_weight, _ = backward(
-            tensors, of_norm, (wanted[0], False, wanted[2], False), None
-        )
-    return grad_input, grad.to(residual_dtype) if wanted[1] else None, grad_weight
+    tensors = grad.to(input.dtype), None, input, weight, None, None, None
+    wants = wanted[0], False, wanted[2], False
+    grad_input, _, grad_weight, _ = normalize_backward(tensors, of_norm, wants)
+    return grad_input, grad if wanted[1] else None, grad_weight
 
 
 def _formula(
@@ -142,7 +117,6 @@ def _formula(
     zero_centered: bool,
     rounding: Rounding,
     sum_dtype: torch.dtype | None,
-    _: torch.dtype,
 ) -> Tensor:
     branch = fused_rms_norm(input, weight, eps, zero_centered=zero_centered, rounding=rounding)
     return residual.to(sum_dtype or residual.dtype) + branch
@@ -156,7 +130,6 @@ def _check(
     zero_centered: bool,
     rounding: Rounding,
     sum_dtype: torch.dtype | None,
-    *_: Any,
 ) -> None:
     check_eps(_OP, eps)
     check_rows(_OP, "input", input)
@@ -180,8 +153,23 @@ def _fake_forward(
     return sum, stats if save_stats else input.new_empty(0)
 
 
-torch.library.register_fake("fused_op::rms_norm_add_forward", _fake_forward)
+def _fake_backward(
+    grad_sum: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    stats: Tensor,
+    zero_centered: bool,
+    rounding: Rounding,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor]:
+    like_weight = input if weight is None else weight
+    return (
+        input.new_empty(input.shape if wanted[0] else 0),
+        like_weight.new_empty(like_weight.shape) if wanted[1] else input.new_empty(0),
+    )
 
-_RMS_NORM_ADD = Variant(
-    Ops(_forward, _backward, _formula, _check, kept=_kept, gradients=_gradients)
-)
+
+torch.library.register_fake("fused_op::rms_norm_add_forward", _fake_forward)
+torch.library.register_fake("fused_op::rms_norm_add_backward", _fake_backward)
+
+_RMS_NORM_ADD = Variant("rms_norm_add", _formula, _check, gradients=_gradients, passed=_passed)

@@ -18,7 +18,7 @@ from ._arguments import check_tensor
 from ._options import compute_dtype
 from ._rope_checks import OP, QK_OP, check_call, check_qk_call, checked_eps
 from ._rope_formula import RopeRounding, Style
-from ._variant import Ops, Variant
+from ._variant import Variant
 
 
 def fused_rms_norm_rope(
@@ -132,20 +132,6 @@ def fused_qk_norm_rope(
     return outputs
 
 
-def _forward(tensors: Any, options: Any, save: bool) -> tuple[Tensor, Tensor]:
-    results: tuple[Tensor, Tensor]
-    results = torch.ops.fused_op.rms_norm_rope_forward.default(*tensors, *options, save)
-    return results
-
-
-def _backward(grads: Any, tensors: Any, stats: Tensor, options: Any, wanted: Any) -> Any:
-    wants = [wanted[0], wanted[3]]
-    grad_input, grad_weight = torch.ops.fused_op.rms_norm_rope_backward.default(
-        *grads, *tensors, stats, *options[1:], wants
-    )
-    return grad_input if wants[0] else None, None, None, grad_weight if wants[1] else None
-
-
 def _formula(
     input: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, *options: Any
 ) -> Tensor:
@@ -153,19 +139,9 @@ def _formula(
     return _rope_formula.fused_rms_norm_rope(input, cos, sin, weight, eps, **keywords)
 
 
-def _qk_forward(tensors: Any, options: Any, save: bool) -> tuple[tuple[Tensor, ...], Tensor]:
-    q, k, stats = torch.ops.fused_op.qk_norm_rope_forward.default(*tensors, *options, save)
-    v = _rope_formula.split(tensors[0], *options[1:3])[2]
-    return (q, k, v), stats
-
-
-def _qk_backward(grads: Any, tensors: Any, stats: Tensor, options: Any, wanted: Any) -> Any:
-    wants = [wanted[0], wanted[3], wanted[4]]
-    found = torch.ops.fused_op.qk_norm_rope_backward.default(
-        *grads, *tensors, stats, *options[1:], wants
-    )
-    qkv, q_weight, k_weight = (g if w else None for g, w in zip(found, wants, strict=True))
-    return qkv, None, None, q_weight, k_weight
+def _qk_views(tensors: Any, options: Any) -> tuple[Tensor]:
+    """The values."""
+    return (_rope_formula.split(tensors[0], *options[1:3])[2],)
 
 
 def _qk_formula(
@@ -274,5 +250,5 @@ torch.library.register_fake("fused_op::rms_norm_rope_backward", _fake_backward)
 torch.library.register_fake("fused_op::qk_norm_rope_forward", _fake_qk_forward)
 torch.library.register_fake("fused_op::qk_norm_rope_backward", _fake_qk_backward)
 
-_RMS_NORM_ROPE = Variant(Ops(_forward, _backward, _formula, check_call))
-_QK_NORM_ROPE = Variant(Ops(_qk_forward, _qk_backward, _qk_formula, check_qk_call))
+_RMS_NORM_ROPE = Variant("rms_norm_rope", _formula, check_call)
+_QK_NORM_ROPE = Variant("qk_norm_rope", _qk_formula, check_qk_call, views=_qk_views)

@@ -4,8 +4,10 @@ A variant is a function beside the norms of ``functional.py``, with ops of its o
 a file like ``csrc/l2_norm.cpp``, its Python half one like ``_l2_norm.py``. That file checks the
 arguments, and passes the call to the variant's :class:`Variant`, which picks its route:
 
-- the ops, through an ``autograd.Function`` if a gradient is needed. Compilation, and tensors that
-  are not plain memory, take this route, too: the dispatcher knows them.
+- plain tensors: the ops, through ``csrc/variant_call.cpp``. If a gradient is needed, a node in C++
+  records the call for autograd.
+- tensors that are not plain memory, and compilation: the ops by the dispatcher, which knows them,
+  through an ``autograd.Function`` if a gradient is needed.
 - the formula in PyTorch operations, for function transforms, forward-mode AD, a gradient that is
   differentiated again, ``torch.jit.trace`` and ONNX, ``disabled()``, and a kernel that is not
   available.
@@ -15,12 +17,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+import fused_op_cuda
 from fused_op_cuda import KernelError
 
 from ._contexts import is_differentiated, is_recording, is_transformed
@@ -30,57 +33,181 @@ from ._routes import warn_of_missing_kernel
 Tensors = tuple[Tensor | None, ...]
 Options = tuple[Any, ...]
 Outputs = Tensor | tuple[Tensor, ...]
-Saved = Tensor | tuple[Tensor, ...]
+Passed = tuple[int, int]  # the number of a tensor, and that of an output
+Recorded = tuple[int, int, torch.dtype, tuple[int, ...]]  # the same, and the tensor's dtype, shape
+
+_VARIANTS: dict[str, Variant] = {}
 
 
-def _tensors(tensors: Tensors, outputs: Outputs) -> Tensors:
-    return tensors
+def _none_passed(_: Tensors) -> None:
+    return None
 
 
-class Ops(NamedTuple):
-    """The functions of a variant. ``tensors`` and ``options`` belong to a call, in the same order.
-
-    ``forward(tensors, options, save)`` returns ``(outputs, stats)``. ``outputs`` is one tensor or
-    several. ``stats`` is what backward needs beside the tensors, if ``save``: one or several.
-    ``backward(grads, tensors, stats, options, wanted)`` returns a gradient, or None, for each of
-    the tensors. ``grads`` has None for outputs that were not used; at least one was.
-    ``formula(*tensors, *options)`` returns the outputs, by operations that can be differentiated
-    any number of times. ``check(*tensors, *options)`` refuses what the ops refuse.
-
-    A variant whose backward reads an output in place of an argument has two more:
-    ``kept(tensors, outputs)`` returns the tensors for ``backward``, in the order of the arguments.
-    ``gradients(grads, kept, options, wanted)`` returns the same as ``backward``, by operations that
-    can be differentiated.
-    """
-
-    forward: Callable[[Tensors, Options, bool], tuple[Outputs, Saved]]
-    backward: Callable[[tuple[Tensor | None, ...], Tensors, Any, Options, Any], Tensors]
-    formula: Callable[..., Outputs]
-    check: Callable[..., None]
-    kept: Callable[[Tensors, Outputs], Tensors] = _tensors
-    gradients: Callable[[tuple[Tensor | None, ...], Tensors, Options, Any], Tensors] | None = None
+def _no_views(*_: Any) -> tuple[Tensor, ...]:
+    return ()
 
 
 class Variant:
-    """A call of the function: ``variant(tensors, options)``."""
+    """A function whose ops are ``torch.ops.fused_op.<name>_forward`` and ``<name>_backward``.
 
-    def __init__(self, ops: Ops) -> None:
-        """Make the ``autograd.Function`` of these ops."""
-        self.ops = ops
-        self.function = _function_of(ops)
+    The arguments of forward are tensors, then options, then ``save_stats``; its results are outputs
+    and ``stats``. An argument of backward is one of these tensors, options or results, which its
+    name tells, or ``grad_`` and the name of an output, or ``wanted``: a bool for each result. A
+    result is ``grad_`` and the name of a tensor. The tensors and results that backward takes are
+    saved. An option may be one of backward alone.
+
+    A call is ``variant(tensors, options)``, in the order of forward; options of backward follow.
+
+    Args:
+        name: of the ops.
+        formula: ``formula(*tensors, *options)`` returns the outputs, by operations that can be
+            differentiated any number of times.
+        check: ``check(*tensors, *options)`` refuses what the ops refuse.
+        gradients: for a variant that does not save all of its tensors.
+            ``gradients(grads, saved, options, wanted)`` returns a gradient, or None, for each, by
+            operations that can be differentiated. ``grads`` has None for outputs that were not
+            used; ``saved`` is by name.
+        passed: ``passed(tensors)`` names a tensor whose gradient is that of an output, in its own
+            dtype and shape: no op may return what it is given.
+        views: ``views(tensors, options)`` returns further outputs, which are views of the tensors:
+            nor may an op return those.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        formula: Callable[..., Outputs],
+        check: Callable[..., None],
+        *,
+        gradients: Callable[..., Tensors] | None = None,
+        passed: Callable[[Tensors], Passed | None] = _none_passed,
+        views: Callable[[Tensors, Options], tuple[Tensor, ...]] = _no_views,
+    ) -> None:
+        """See the class."""
+        self.formula, self.check, self.gradients = formula, check, gradients
+        self.passed, self.views = passed, views
+        self.forward_op: Any = getattr(torch.ops.fused_op, f"{name}_forward").default
+        self.backward_op: Any = getattr(torch.ops.fused_op, f"{name}_backward").default
+        self._read_schemas()
+        self.function = _function_of(self)
+        self.in_cpp = fused_op_cuda._variant(name)
+        _VARIANTS[name] = self
+
+    def _read_schemas(self) -> None:
+        """As the constructor in ``csrc/variant_call.cpp`` does."""
+        *arguments, _ = self.forward_op._schema.arguments
+        self.tensor_names = [a.name for a in arguments if "Tensor" in str(a.type)]
+        self.option_names = [a.name for a in arguments[len(self.tensor_names) :]]
+        self.forward_options = len(self.option_names)
+        self.result_names = [r.name for r in self.forward_op._schema.returns]
+        tensors = self.tensor_names + self.result_names
+        self.backward_names = [a.name for a in self.backward_op._schema.arguments]
+        self.saved_names = [name for name in self.backward_names if name in tensors]
+        self.grad_names = [name for name in self.backward_names if name.startswith("grad_")]
+        known = [*tensors, *self.option_names, *self.grad_names, "wanted"]
+        self.option_names += [name for name in self.backward_names if name not in known]
+        self.differentiated = [
+            self.tensor_names.index(result.name.removeprefix("grad_"))
+            for result in self.backward_op._schema.returns
+        ]
 
     def __call__(self, tensors: Tensors, options: Options) -> Any:
         """Run it. The arguments that are not tensors must have the types that the ops take."""
+        if not is_dynamo_compiling():
+            outputs = self._call_in_cpp(tensors, options)
+            if outputs is not None:
+                return outputs
         if open_blocks or is_transformed() or _is_recorded():
-            self.ops.check(*tensors, *options)
-            return self.ops.formula(*tensors, *options)
-        if any(t is not None and (t.layout is not torch.strided or t.is_nested) for t in tensors):
-            self.ops.check(*tensors, *options)  # the dispatcher has no readable error for these
+            self.check(*tensors, *options)
+            return self.formula(*tensors, *options)
+        if not all(t is None or is_strided(t) for t in tensors):
+            self.check(*tensors, *options)  # the dispatcher has no readable error for these
         _register_rules()
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             tensors = _distinct(tensors) if is_dynamo_compiling() else tensors
             return self.function.apply(options, *tensors)
-        return _forward(self.ops, tensors, options, False)[0]
+        return _one_or_all(self.forward(tensors, options, False)[0])
+
+    def _call_in_cpp(self, tensors: Tensors, options: Options) -> Any:
+        """The outputs of a call of plain tensors; None for any other."""
+        try:
+            outputs = self.in_cpp.call(tensors, options, self.passed(tensors))
+        except KernelError:  # reported where the call goes then
+            return None
+        if outputs is None or self.views is _no_views:
+            return outputs
+        return (*outputs, *self.views(tensors, options))
+
+    def forward(self, tensors: Tensors, options: Options, save: bool) -> tuple[Any, Tensor | None]:
+        """The outputs, and the statistics, which are None if the formula took the call."""
+        given = *tensors, *options[: self.forward_options], save
+        if is_dynamo_compiling():
+            *outputs, stats = self.forward_op(*given)
+        else:
+            try:
+                *outputs, stats = self.forward_op(*given)
+            except KernelError as error:
+                warn_of_missing_kernel(error)
+                result = self.formula(*tensors, *options)
+                return (result if isinstance(result, tuple) else (result,)), None
+        return (*outputs, *self.views(tensors, options)), stats
+
+    def backward(
+        self,
+        grads: Tensors,
+        saved: dict[str, Tensor | None],
+        options: Options,
+        wanted: Any,
+        passed: Recorded | None,
+    ) -> Tensors:
+        """A gradient, or None, for each of the tensors. At least one of ``grads`` is there."""
+        has_stats = saved["stats"] is not None
+        if has_stats and is_dynamo_compiling():
+            return self._backward_by_op(grads, saved, options, wanted, passed)
+        if has_stats and not open_blocks and not is_differentiated(*grads):
+            try:
+                return self._backward_by_op(grads, saved, options, wanted, passed)
+            except KernelError as error:
+                warn_of_missing_kernel(error)
+        if self.gradients is not None:
+            return self.gradients(grads, saved, options, wanted)
+        tensors = tuple(saved[name] for name in self.tensor_names)
+        return _backward_by_formula(self.formula, grads, tensors, options, wanted)
+
+    def _backward_by_op(
+        self,
+        grads: Tensors,
+        saved: dict[str, Tensor | None],
+        options: Options,
+        wanted: Any,
+        passed: Recorded | None,
+    ) -> Tensors:
+        found: list[Tensor | None] = [None] * len(wanted)
+        asked = list(wanted)
+        if passed is not None and wanted[passed[0]]:
+            number, output, dtype, shape = passed
+            grad = grads[output]
+            found[number] = None if grad is None else grad.to(dtype).reshape(shape)
+            asked[number] = False
+        of_op = [asked[number] for number in self.differentiated]
+        if any(of_op):
+            given: dict[str, Any] = {**saved, "wanted": of_op}
+            given |= zip(self.option_names, options, strict=True)
+            given |= zip(self.grad_names, grads, strict=True)
+            results = self.backward_op(*[given[name] for name in self.backward_names])
+            results = results if isinstance(results, tuple) else (results,)
+            for number, result in zip(self.differentiated, results, strict=True):
+                found[number] = result if asked[number] else found[number]
+        return tuple(found)
+
+
+def run_backward(
+    name: str, grads: Tensors, saved: Tensors, options: Options, wanted: Any, passed: Any
+) -> Tensors:
+    """The backward of the node in C++, where that does not run the op itself."""
+    variant = _VARIANTS[name]
+    by_name = dict(zip(variant.saved_names, saved, strict=True))
+    return variant.backward(grads, by_name, options, wanted, passed)
 
 
 def _is_recorded() -> bool:
@@ -89,72 +216,51 @@ def _is_recorded() -> bool:
     return is_recording() or torch.onnx.is_in_onnx_export()
 
 
+def is_strided(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _register_rules() -> None:
     if not is_dynamo_compiling() and "torch.distributed.tensor" in sys.modules:
         from . import _dtensor as _dtensor
 
 
-def _function_of(ops: Ops) -> Any:
+def _one_or_all(outputs: tuple[Tensor, ...]) -> Outputs:
+    return outputs[0] if len(outputs) == 1 else outputs
+
+
+def _function_of(variant: Variant) -> Any:
     class VariantFunction(torch.autograd.Function):
         """Records a call of the variant for autograd."""
 
         @staticmethod
         def forward(ctx: Any, options: Options, *tensors: Tensor | None) -> Any:
-            outputs, stats = _forward(ops, tensors, options, True)
-            saved = stats if isinstance(stats, tuple) else (stats,)
-            ctx.save_for_backward(*ops.kept(tensors, outputs), *saved)
-            ctx.options, ctx.count = options, len(tensors)
+            outputs, stats = variant.forward(tensors, options, True)
+            by_name: dict[str, Any] = dict(zip(variant.tensor_names, tensors, strict=True))
+            by_name |= zip(variant.result_names, outputs, strict=False)  # views come last
+            by_name["stats"] = stats
+            ctx.save_for_backward(*[by_name[name] for name in variant.saved_names])
+            ctx.options, ctx.passed = options, variant.passed(tensors)
+            if ctx.passed is not None:
+                passed: Any = tensors[ctx.passed[0]]
+                ctx.passed = *ctx.passed, passed.dtype, passed.shape
             ctx.set_materialize_grads(False)
-            return outputs
+            return _one_or_all(outputs)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
             if all(grad is None for grad in grads):
                 return (None,) * len(ctx.needs_input_grad)
-            unpacked = ctx.saved_tensors  # once: checkpointing refuses a second time
-            kept, saved = unpacked[: ctx.count], unpacked[ctx.count :]
-            stats = saved if len(saved) > 1 else saved[0]
+            # Unpacked once: checkpointing refuses a second time.
+            saved = dict(zip(variant.saved_names, ctx.saved_tensors, strict=True))
             wanted = ctx.needs_input_grad[1:]
-            return None, *_backward(ops, grads, kept, stats, ctx.options, wanted)
+            return None, *variant.backward(grads, saved, ctx.options, wanted, ctx.passed)
 
     return VariantFunction
 
 
-def _forward(
-    ops: Ops, tensors: Tensors, options: Options, save: bool
-) -> tuple[Outputs, Saved | None]:
-    """The outputs, and the statistics, which are None if the formula took the call."""
-    if is_dynamo_compiling():
-        return ops.forward(tensors, options, save)
-    try:
-        return ops.forward(tensors, options, save)
-    except KernelError as error:
-        warn_of_missing_kernel(error)
-    return ops.formula(*tensors, *options), None
-
-
-def _backward(
-    ops: Ops,
-    grads: tuple[Tensor | None, ...],
-    kept: Tensors,
-    stats: Saved | None,
-    options: Options,
-    wanted: Any,
-) -> Tensors:
-    if stats is not None and is_dynamo_compiling():
-        return ops.backward(grads, kept, stats, options, wanted)
-    if stats is not None and not open_blocks and not is_differentiated(*grads):
-        try:
-            return ops.backward(grads, kept, stats, options, wanted)
-        except KernelError as error:
-            warn_of_missing_kernel(error)
-    if ops.gradients is not None:
-        return ops.gradients(grads, kept, options, wanted)
-    return _backward_by_formula(ops, grads, kept, options, wanted)
-
-
 def _backward_by_formula(
-    ops: Ops, grads: tuple[Tensor | None, ...], tensors: Tensors, options: Options, wanted: Any
+    formula: Callable[..., Outputs], grads: Tensors, tensors: Tensors, options: Options, wanted: Any
 ) -> Tensors:
     """The gradients as functions of the tensors and of ``grads``, to be differentiated again."""
     create_graph = torch.is_grad_enabled()
@@ -164,7 +270,7 @@ def _backward_by_formula(
             None if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_(w)
             for t, w in zip(tensors, wanted, strict=True)
         ]
-        outputs = ops.formula(*inputs, *options)
+        outputs = formula(*inputs, *options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     pairs = [(y, dy) for y, dy in zip(outputs, grads, strict=True) if dy is not None]
     sought = [t for t, w in zip(inputs, wanted, strict=True) if w]

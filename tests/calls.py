@@ -7,7 +7,9 @@ with truth.
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fused_op
 from fused_op._options import Options
+from fused_op_cuda import KernelError
 
 SHAPE = (3, 4, 6)
 
@@ -52,3 +54,16 @@ def binding_arguments(op, args):
     tensors = (named.get(name) for name in ("input", "residual", "weight", "bias", "rng_state"))
     norm = "layer_norm" if op.centred else "rms_norm"
     return tuple(tensors), Options(norm, 1e-5, zero_centered=op.zero_centered)
+
+
+def take_kernels_away(variant, monkeypatch):
+    """As if none of the variant's kernels could be had."""
+
+    class Missing:
+        def call(self, *args):
+            raise KernelError("a kernel is not available: of this test")
+
+    monkeypatch.setattr(variant, "in_cpp", Missing())
+    for op in ("forward_op", "backward_op"):
+        monkeypatch.setattr(variant, op, Missing().call)
+    monkeypatch.setattr(fused_op._routes, "warned", [])

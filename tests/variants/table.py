@@ -346,7 +346,7 @@ VARIANTS = [
         "rms_norm_add", _rms_norm_add._RMS_NORM_ADD, ("input", "residual"), _of_rms_norm_add,
         ("weight",),
         ({"eps": 1e-6}, {"rounding": "before_weight", "zero_centered": True, "eps": 1e-5}),
-        ops=("fused_op.rms_norm_add_forward.default", "fused_op.norm_backward.default"),
+        ops=("fused_op.rms_norm_add_forward.default", "fused_op.rms_norm_add_backward.default"),
         outputs={"output": "residual"}, rounds=True, of_grad=("grad_residual",),
     ),
     Variant(

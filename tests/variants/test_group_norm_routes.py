@@ -12,8 +12,7 @@ from torch.library import opcheck
 
 import fused_op
 from fused_op import _group_norm, fused_group_norm
-from fused_op_cuda import KernelError
-from tests.calls import Calls, assert_same, loss
+from tests.calls import Calls, assert_same, loss, take_kernels_away
 from tests.contexts.graphs import Graphs
 from tests.ops import BF16, F32, F64, Pair
 from tests.variants.group_norm import GROUPS, NAMES, SMALL, arguments, fused, reference
@@ -91,7 +90,7 @@ def test_the_op_itself_refuses_to_be_recorded():
     x = torch.ones(SMALL, requires_grad=True)
     with pytest.raises(RuntimeError, match="derivative"):
         none = (None,) * 4
-        output, _ = torch.ops.fused_op.group_norm_forward(x, GROUPS, *none, 1e-5, None, True)
+        output, _ = torch.ops.fused_op.group_norm_forward(x, *none, GROUPS, 1e-5, None, True)
         output.sum().backward()
 
 
@@ -132,16 +131,8 @@ def test_disabled_and_missing_kernels_run_the_formula(activation, monkeypatch):
         found = run(fused(GROUPS, activation), inputs, torch.ones(SMALL), {})
     assert not any("fused_op" in name for name in calls.names)
     assert_same(tuple(found.values()), tuple(expected.values()))
-
-    def missing(*args):
-        raise KernelError("a kernel cannot be had: of this test")
-
-    variant = _group_norm._GROUP_NORM
-    broken = variant.ops._replace(forward=missing, backward=missing)
-    monkeypatch.setattr(variant, "function", type(variant)(broken).function)
-    monkeypatch.setattr(variant, "ops", broken)
-    monkeypatch.setattr(fused_op._routes, "warned", [])
-    with pytest.warns(UserWarning, match="a kernel cannot be had: of this test"):
+    take_kernels_away(_group_norm._GROUP_NORM, monkeypatch)
+    with pytest.warns(UserWarning, match="a kernel is not available: of this test"):
         found = run(fused(GROUPS, activation), inputs, torch.ones(SMALL), {})
     assert_same(tuple(found.values()), tuple(expected.values()))
 
@@ -175,18 +166,18 @@ REFUSED = {
     ),
     "not implemented for": (NotImplementedError, {"input": torch.ones(2, 6).long()}),
     "input must be a dense": (RuntimeError, {"input": torch.ones(2, 6).to_sparse()}),
-    "input must have at least one dimension": (RuntimeError, {"input": torch.ones(())}),
+    r"input must .*two dimensions.*got shape \[\]": (RuntimeError, {"input": torch.ones(())}),
     "input must have at least two dimensions": (RuntimeError, {"input": torch.ones(6)}),
     "Expected weight to be of same shape": (RuntimeError, {"weight": torch.ones(4)}),
     "Expected bias to be of same shape": (RuntimeError, {"bias": torch.ones(6, 1)}),
     "mixed dtype: expect parameter": (RuntimeError, {"bias": torch.ones(6).long()}),
     "weight: Tensor on device meta": (RuntimeError, {"weight": torch.ones(6, device="meta")}),
     "shift: Tensor on device meta": (RuntimeError, {"shift": torch.ones(2, 6, device="meta")}),
-    "scale of torch.float64 does not fit": (RuntimeError, {"scale": torch.ones(2, 6).double()}),
+    "scale of .* does not fit": (RuntimeError, {"scale": torch.ones(2, 6).double()}),
     r"scale must have shape \[2, 6\]": (RuntimeError, {"scale": torch.ones(1, 6)}),
     r"shift must have shape \[2, 6\]": (RuntimeError, {"shift": torch.ones(2, 6, 1)}),
     r"shift must have shape .* got \[2, 6, 3, 4\]": (RuntimeError, {"shift": torch.ones(SMALL)}),
-    "not implemented for 'torch.int64': scale": (
+    "not implemented for '.*': scale": (
         NotImplementedError, {"scale": torch.ones(2, 6).long()},
     ),
 }  # fmt: skip
@@ -215,22 +206,22 @@ def test_what_the_ops_refuse():
     wanted = (True,) * 5
     scale, wide = torch.ones(2, 6), torch.ones(2, 6).double()
     for sentence, call in {
-        "grad_output must have the shape of input": (backward, x[:1], x, 3, *none, stats),
-        "grad_output must have the dtype of input": (backward, x.double(), x, 3, *none, stats),
-        "stats must be what norm_forward returned": (backward, x, x, 3, *none, stats[:1]),
-        "input must have at least two dimensions": (forward, x[0, 0, 0], 3, *none),
-        "Expected num groups to be greater than 0, got -1": (forward, x, -1, *none),
-        "to be divisible by num_groups": (forward, x, 5, *none),
-        "scale must have shape": (forward, x, 3, None, None, scale[:1], None),
-        "shift must have shape": (forward, x, 3, None, None, scale, x),
-        "scale of Double does not fit input of Float": (forward, x, 3, None, None, wide, None),
-        "Expected weight to be of same shape": (forward, x, 3, scale, None, None, None),
+        "grad_output must have the shape of input": (backward, x[:1], x, *none, stats, 3),
+        "grad_output must have the dtype of input": (backward, x.double(), x, *none, stats, 3),
+        "stats must be what norm_forward returned": (backward, x, x, *none, stats[:1], 3),
+        "input must have at least two dimensions": (forward, x[0, 0, 0], *none, 3),
+        "Expected num groups to be greater than 0, got -1": (forward, x, *none, -1),
+        "to be divisible by num_groups": (forward, x, *none, 5),
+        "scale must have shape": (forward, x, None, None, scale[:1], None, 3),
+        "shift must have shape": (forward, x, None, None, scale, x, 3),
+        "scale of Double does not fit input of Float": (forward, x, None, None, wide, None, 3),
+        "Expected weight to be of same shape": (forward, x, scale, None, None, None, 3),
     }.items():
         op, *arguments_ = call
         options = (None, wanted) if op is backward else (1e-5, None, False)
         with pytest.raises(RuntimeError, match=sentence):
             op(*arguments_, *options)
     with pytest.raises(ValueError, match="activation must be 'silu' or None, got 'tanh'"):
-        forward(x, 3, *none, 1e-5, "tanh", False)
+        forward(x, *none, 3, 1e-5, "tanh", False)
     with pytest.raises(ValueError, match="eps must be finite"):
-        forward(x, 3, *none, float("nan"), None, False)
+        forward(x, *none, 3, float("nan"), None, False)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_op
 from fused_op_cuda import KernelError
-from tests.calls import Calls, assert_same, loss, outputs
+from tests.calls import Calls, assert_same, loss, outputs, take_kernels_away
 from tests.contexts.graphs import Graphs
 from tests.ops import BF16, F32, F64, Pair, subsets
 from tests.variants.table import CALLS, bound, check, grads_of, run
@@ -259,14 +259,7 @@ def test_a_missing_kernel_is_said_once(call, monkeypatch):
     inputs = variant.arguments(SMALL, Pair(F32, F32), requires_grad=True)
     expected = run(variant.fused, inputs, torch.ones(SMALL), options)
 
-    def missing(*args):
-        raise KernelError("a kernel is not available: of this test")
-
-    broken = variant.variant.ops._replace(forward=missing, backward=missing)
-    replaced = type(variant.variant)(broken)
-    monkeypatch.setattr(variant.variant, "ops", broken)
-    monkeypatch.setattr(variant.variant, "function", replaced.function)
-    monkeypatch.setattr(fused_op._routes, "warned", [])
+    take_kernels_away(variant.variant, monkeypatch)
     with pytest.warns(UserWarning, match="a kernel is not available: of this test"):
         found = run(variant.fused, inputs, torch.ones(SMALL), options)
     for name, t in found.items():

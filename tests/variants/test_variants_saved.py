@@ -45,7 +45,7 @@ EVERY = {
 
 
 @pytest.fixture(params=EVERY)
-def call(request, device):
+def call(request, device, recorder):
     return EVERY[request.param](device)
 
 

@@ -10,15 +10,21 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fused_op
 
 from . import report
 from .cpu import rounded, speedup
 from .peers import PEERS
-from .run import default_device, run_eager
+from .run import default_device, run_eager, take_turns
 
 SHAPE = (8, 256)
 OPS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
@@ -29,6 +35,38 @@ MODES = {
     "forward_backward": "forward + backward",
 }
 ROUNDS = 15
+
+
+def _permuted(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    rows = x.movedim(1, -1)
+    return F.layer_norm(rows, weight.shape, weight, bias).movedim(-1, 1).contiguous()
+
+
+def _gated(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, 1e-6) * F.silu(gate)
+
+
+def _modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:]) * (1 + scale[:, None]) + shift[:, None]
+
+
+IMAGES, ROWS, TOKENS = (2, 32, 4, 8), SHAPE, (2, 4, 256)
+# The calls of variants, ours and in PyTorch's operations, with the shapes of their tensors.
+VARIANTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Any, ...]]] = {
+    "group_norm": (
+        lambda x, *parameters: fused_op.fused_group_norm(x, 8, *parameters),
+        lambda x, *parameters: F.group_norm(x, 8, *parameters),
+        (IMAGES, (32,), (32,)),
+    ),
+    "channels_first_layer_norm": (
+        fused_op.fused_channels_first_layer_norm, _permuted, (IMAGES, (32,), (32,)),
+    ),
+    "gated_rms_norm": (fused_op.fused_gated_rms_norm, _gated, (ROWS, ROWS, (256,))),
+    "modulated_layer_norm": (
+        fused_op.fused_modulated_layer_norm, _modulated, (TOKENS, (2, 256), (2, 256)),
+    ),
+    "l2_norm": (fused_op.fused_l2_norm, partial(F.normalize, dim=-1), (ROWS,)),
+}  # fmt: skip
 
 
 def measure(rounds: int = ROUNDS, iterations: int = 100) -> list[dict[str, Any]]:
@@ -46,9 +84,36 @@ def measure(rounds: int = ROUNDS, iterations: int = 100) -> list[dict[str, Any]]
                     modes=tuple(MODES),
                 )
                 rows += [rounded(row) for row in found]
+        for op in VARIANTS:
+            for dtype in DTYPES:
+                rows += [
+                    rounded(_run_variant(op, dtype, device, mode, rounds, iterations))
+                    for mode in MODES
+                ]
     finally:
         torch.set_num_threads(threads)
     return rows
+
+
+def _run_variant(
+    op: str, dtype: str, device: torch.device, mode: str, rounds: int, iterations: int
+) -> dict[str, Any]:
+    """A row as of `run_eager`."""
+    ours, theirs, shapes = VARIANTS[op]
+    given = [torch.randn(shape, dtype=getattr(torch, dtype), device=device) for shape in shapes]
+    for tensor in given:
+        tensor.requires_grad_(mode != "forward")
+
+    def step(function: Callable[..., Tensor], grad: Tensor) -> None:
+        torch.autograd.grad(function(*given), given, grad)
+
+    calls = {"pytorch": partial(theirs, *given), "custom": partial(ours, *given)}
+    if mode == "forward_backward":
+        grad = torch.ones_like(given[0])
+        calls = {name: partial(step, call.func, grad) for name, call in calls.items()}
+    return {
+        "op": op, "dtype": dtype, "rows": SHAPE[0], "cols": SHAPE[1], "mode": mode,
+    } | take_turns(calls, device, rounds, iterations, mode)  # fmt: skip
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -94,19 +94,32 @@ def run_eager(
                 name: _eager_call(function, op, shape, dtype, device, mode)
                 for name, function in functions.items()
             }
-            taken: dict[str, list[float]] = {name: [] for name in calls}
-            with torch.set_grad_enabled(mode != "forward"):
-                for _ in range(rounds):
-                    for name, call in calls.items():
-                        taken[name].append(eager_us(call, device, iterations=iterations))
-            median = {name: statistics.median(values) for name, values in taken.items()}
             rows.append(
                 {"op": op, "dtype": dtype, "rows": shape[0], "cols": shape[1], "mode": mode}
-                | {f"{name}_us": value for name, value in median.items()}
-                | {f"{name}_rounds_us": values for name, values in taken.items()}
-                | {"speedup": median["pytorch"] / median["custom"]}
+                | take_turns(calls, device, rounds, iterations, mode)
             )
     return rows
+
+
+def take_turns(
+    calls: dict[str, Callable[[], Any]],
+    device: torch.device,
+    rounds: int,
+    iterations: int,
+    mode: str,
+) -> dict[str, Any]:
+    """The times of `pytorch` and `custom`, each round and their median."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    with torch.set_grad_enabled(mode != "forward"):
+        for _ in range(rounds):
+            for name, call in calls.items():
+                taken[name].append(eager_us(call, device, iterations=iterations))
+    median = {name: statistics.median(values) for name, values in taken.items()}
+    return (
+        {f"{name}_us": value for name, value in median.items()}
+        | {f"{name}_rounds_us": values for name, values in taken.items()}
+        | {"speedup": median["pytorch"] / median["custom"]}
+    )
 
 
 def _eager_call(

@@ -159,5 +159,5 @@ def test_host_time_of_each_op_and_mode():
     """Catches a call that fails, and a column that is missing."""
     text = host.table(host.measure(rounds=1, iterations=1))
     lines = text.splitlines()
-    assert len(lines) == 2 + len(host.OPS) * len(host.DTYPES)
+    assert len(lines) == 2 + len([*host.OPS, *host.VARIANTS]) * len(host.DTYPES)
     assert all(line.count("|") == 2 + len(host.MODES) for line in lines)

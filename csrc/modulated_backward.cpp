@@ -217,6 +217,12 @@ void leave_entries(const ModulatedPullback& of, const EntrySums& sums, const Mod
   }
 }
 
+// Whether rows may share an entry, even if each entry has one row here. The two ways of computing
+// deal elements out to lanes differently, and a row has the same bits however many there are.
+bool shares_entries(const ModulatedPullback& of) {
+  return of.rows_each > 1 || of.call.scale.dim() < of.x.dim();
+}
+
 bool is_too_long(const at::Tensor& x) { return x.size(-1) * x.element_size() > kMostEntryBytes; }
 
 // The kernel adds the gradient that arrives at the sum to dx. If entries are taken one by one, it
@@ -295,11 +301,11 @@ void run_backward(const ModulatedPullback& of, const ModulatedGrads& grads) {
   }
   const bool gated = of.call.gate != nullptr;
   const at::Tensor& grad_x = gated ? grads.residual : grads.input;
-  const bool adds = of.rows_each > 1 && !is_too_long(of.x);  // what arrives at the sum
-  if (of.rows_each == 1) {
-    run_own_entries(of, grad_x, grads);
-  } else {
+  const bool adds = shares_entries(of) && !is_too_long(of.x);  // what arrives at the sum
+  if (shares_entries(of)) {
     run_shared_entries(of, grad_x, grads);
+  } else {
+    run_own_entries(of, grad_x, grads);
   }
   if (!gated || !grad_x.defined()) {
     return;

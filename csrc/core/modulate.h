@@ -165,7 +165,7 @@ struct Modulated : Affine<W, Y> {
       const typename InnerBackward::template Parameters<N> inner{parameters.weight};
       InnerBackward::template pullback<Norm>(inner, col, xhat, modulated, grad_xhat, sums);
       for (int j = 0; j < N; ++j) {
-        grad_xhat[j] = dy[j] * (weight[j] * factor[j]);  // the bits of shared entries
+        grad_xhat[j] = dy[j] * (weight[j] * factor[j]);  // rounded as with shared entries
       }
     }
     template <typename Access, typename Lane, int N, int kCount>

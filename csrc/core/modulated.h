@@ -54,7 +54,7 @@ struct ModulatedForwardArgs : NormForwardArgs {
 // With a gate, x is the sum, and grad_input is the gradient of the residual.
 struct ModulatedBackwardArgs : NormBackwardArgs {
   Modulation modulation;
-  int groups = 1;   // on the GPU: the number of entries that rows share
+  int groups = 0;   // on the GPU: the number of entries, if rows may share them
   Rows grad_scale;  // [entries, cols], as the two below; null: not wanted
   Rows grad_shift;
   Rows grad_gate;

@@ -32,7 +32,7 @@ struct ModulatedVariant : Variant {
   }
   explicit ModulatedVariant(const ModulatedBackwardArgs& args)
       : ModulatedVariant(args, args.modulation,
-                         args.modulation.rows_each == 1 ? Way::kOwnEntries : Way::kSharedEntries) {
+                         args.groups == 0 ? Way::kOwnEntries : Way::kSharedEntries) {
     has_shift = false;
     if (way == Way::kOwnEntries) {
       beside = args.modulation.scale;

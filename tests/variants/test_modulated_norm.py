@@ -240,6 +240,26 @@ def test_gradients_for_what_requires_them(function, entries, device):
                 assert_same(t, everything[f"grad_{name}"], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("of_entries", [BF16, F32], ids=str)
+def test_rows_have_the_same_bits_where_entries_have_one_row_each(function, of_entries, device):
+    """Catches another way of computing for entries of one row: alone, and one for each sample."""
+    together = arguments(function, (3, 40, 1000), (3, 1000), BF16, of_entries, F32, device)
+    grads = [draw(3, 40, 1000, dtype=BF16, device=device, what=f"grad{i}") for i in range(2)]
+    of_rows = ("output", "sum", "grad_input", "grad_residual")
+    expected = run(function, together, grads)
+    for token in range(40):
+        rows = {n: t[:, token : token + 1] if t.dim() == 3 else t for n, t in together.items()}
+        found = run(function, rows, [g[:, token : token + 1] for g in grads])
+        for name in of_rows:
+            if name in found:
+                same = torch.equal(found[name], expected[name][:, token : token + 1])
+                assert same, f"{name} of token {token}"
+        one = {n: t[:1] if t.dim() > 1 else t for n, t in rows.items()}
+        alone = run(function, one, [g[:1, token : token + 1] for g in grads])
+        for name in of_rows:
+            assert name not in found or torch.equal(alone[name], found[name][:1]), name
+
+
 @pytest.mark.parametrize("used", [0, 1])
 def test_one_of_two_outputs(used, device):
     for entries in ((2, 8), (2, 5, 8)):

@@ -161,7 +161,10 @@ FourTensors post_add_pre_backward(const OptionalTensor& grad_output, const Optio
   } else {  // only the sum was used
     TORCH_CHECK(grad_sum, "fused_op::post_add_pre_rms_norm_backward: no gradient");
     grad_branch = grad_sum->to(input.scalar_type());
-    grad_residual = grad_sum->to(residual_dtype, /*non_blocking=*/false, /*copy=*/true);
+    if (wants_residual) {
+      grad_residual = grad_sum->to(residual_dtype, /*non_blocking=*/false, /*copy=*/true,
+                                   at::MemoryFormat::Contiguous);
+    }
     grad_pre = wants_pre && pre_weight ? at::zeros_like(*pre_weight) : grad_pre;
   }
   at::Tensor grad_input, grad_post;

@@ -1,6 +1,7 @@
 #include "variant_call.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -51,9 +52,15 @@ struct Passed {
   at::ScalarType dtype = at::kFloat;
   std::vector<std::int64_t> sizes;
 
-  at::Tensor gradient(const variable_list& grads) const {
+  // The output's gradient itself, where it fits, or one with memory of its own: autograd copies a
+  // tensor that it would accumulate twice, but does not see that two share memory.
+  at::Tensor gradient(const variable_list& grads, const at::Tensor& like) const {
     const at::Tensor& grad = grads[output];
-    return grad.defined() ? grad.to(dtype).reshape(sizes) : grad;
+    if (!grad.defined()) {
+      return at::zeros(sizes, like.options().dtype(dtype));
+    }
+    const bool fits = grad.sizes() == sizes;
+    return fits ? grad.to(dtype) : grad.to(dtype, false, /*copy=*/true).reshape(sizes);
   }
   py::object to_python() const {
     return py::make_tuple(tensor, output, py::cast(dtype), py::tuple(py::cast(sizes)));
@@ -191,7 +198,7 @@ std::optional<variable_list> run_backward(const RecordedCall& call, const variab
   }
   variable_list found(call.wanted.size());
   if (call.passed && call.wanted[call.passed->tensor]) {
-    found[call.passed->tensor] = call.passed->gradient(grads);
+    found[call.passed->tensor] = call.passed->gradient(grads, saved[0]);
   }
   const std::vector<std::size_t>& of = call.ops.gradients;
   if (std::none_of(of.begin(), of.end(), [&](auto i) { return call.asks_op_for(i); })) {
@@ -310,8 +317,14 @@ py::object call_variant(const VariantOps& ops, const py::tuple& tensors, const p
   if (!keys.is_plain() || (keys.needs_grad() && (!records_in_cpp() || ops.has_views))) {
     return py::none();
   }
-  for (std::size_t i = 0; i < options.size(); ++i) {
-    call.options.push_back(option_to_ivalue(PyTuple_GET_ITEM(options.ptr(), i), ops.options[i]));
+  TORCH_CHECK(call.tensors.size() == ops.tensors.size() && options.size() == ops.options.size(),
+              ops.name, ": not the arguments of its ops");
+  try {
+    for (std::size_t i = 0; i < options.size(); ++i) {
+      call.options.push_back(option_to_ivalue(PyTuple_GET_ITEM(options.ptr(), i), ops.options[i]));
+    }
+  } catch (const py::cast_error&) {  // the dispatcher's error names the argument
+    return py::none();
   }
   variable_list results;
   if (keys.needs_grad()) {

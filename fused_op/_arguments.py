@@ -135,6 +135,7 @@ def check_tensor(op: str, name: str, value: Any) -> None:
 
 def check_rows(op: str, name: str, rows: Tensor) -> None:
     """Check that kernels take these rows, like ``check_rows`` in ``csrc/checks.cpp``."""
+    check_tensor(op, name, rows)
     if rows.is_nested or rows.layout != torch.strided:
         found = f"{'a nested one of ' if rows.is_nested else ''}layout {rows.layout}"
         raise RuntimeError(f"{op}: {name} must be a dense (strided) tensor, got {found}")
@@ -169,6 +170,7 @@ def check_parameter(op: str, name: str, parameter: Tensor | None, cols: int) -> 
     """Check that it has ``cols`` columns, like ``check_param_kind`` and ``check_param_shape``."""
     if parameter is None:
         return
+    check_tensor(op, name, parameter)
     if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
         raise RuntimeError(
             f"{op}: mixed dtype: expect parameter to have scalar type of Float, Half, BFloat16 or "

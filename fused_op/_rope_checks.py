@@ -101,6 +101,7 @@ def _check_options(op: str, eps: float, style: str, rounding: str) -> None:
 def _check_heads(op: str, name: str, weight: Tensor | None, rows: Tensor) -> None:
     if weight is None:
         return
+    check_tensor(op, name, weight)
     if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
         raise RuntimeError(
             f"{op}: mixed dtype: expect parameter to have scalar type of Float, Half, BFloat16 or "

@@ -186,8 +186,7 @@ class Variant:
         asked = list(wanted)
         if passed is not None and wanted[passed[0]]:
             number, output, dtype, shape = passed
-            grad = grads[output]
-            found[number] = None if grad is None else grad.to(dtype).reshape(shape)
+            found[number] = _gradient_of(grads[output], dtype, shape, saved)
             asked[number] = False
         of_op = [asked[number] for number in self.differentiated]
         if any(of_op):
@@ -199,6 +198,19 @@ class Variant:
             for number, result in zip(self.differentiated, results, strict=True):
                 found[number] = result if asked[number] else found[number]
         return tuple(found)
+
+
+def _gradient_of(
+    grad: Tensor | None, dtype: torch.dtype, shape: Any, saved: dict[str, Tensor | None]
+) -> Tensor:
+    """The gradient of an output as that of a tensor: itself, where it fits, or a copy.
+
+    Autograd copies a tensor that it would accumulate twice, but does not see that two share memory.
+    """
+    if grad is None:
+        like = next(t for t in saved.values() if t is not None)
+        return torch.zeros(shape, dtype=dtype, device=like.device)
+    return grad.to(dtype) if grad.shape == shape else grad.to(dtype, copy=True).reshape(shape)
 
 
 def run_backward(
@@ -217,7 +229,9 @@ def _is_recorded() -> bool:
 
 
 def is_strided(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_nested
+    if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.is_quantized:
+        return False
+    return tensor.layout is torch.strided
 
 
 def _register_rules() -> None:

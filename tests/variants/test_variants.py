@@ -333,6 +333,10 @@ def test_what_every_variant_refuses(call):
             variant.fused(**(inputs | tensors), **(options | more))
         with fused_op.disabled(), pytest.raises(error, match=f"{name}: {sentence}"):
             variant.fused(**(inputs | tensors), **(options | more))
+    for argument in inputs:
+        for value in (3, [1.0]):
+            with pytest.raises(TypeError, match=f"{name}: argument '{argument}' must be Tensor"):
+                variant.fused(**(inputs | {argument: value}), **options)
 
 
 def test_the_op_itself_refuses_to_be_recorded(call):

@@ -10,7 +10,9 @@ import threading
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
+from torch.library import opcheck
 
+import fused_op
 import fused_op_cuda
 from fused_op import _variant
 from tests.calls import assert_same, loss, outputs
@@ -122,3 +124,58 @@ def test_a_profiler_sees_the_ops(plain):
         gradients(function, leaves)
     ours = [e.name for e in profile.events() if e.name.startswith("fused_op::")]
     assert any("_forward" in name for name in ours) and any("_backward" in name for name in ours)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (2, 1, 6)], ids=str)
+def test_a_passed_gradient_shares_no_memory(shape, recorder, device):
+    """Where the gradient of an argument is that of the output, which others have, too."""
+    x, weight = torch.randn(shape, device=device), torch.ones(6, device=device)
+    upstream = torch.full(shape, 2.0, device=device)
+    calls = {
+        shape: lambda t: fused_op.fused_rms_norm_add(x, t, weight),
+        (*shape[:-2], 6) if len(shape) > 2 else shape: lambda t: fused_op.fused_modulated_rms_norm(
+            x, torch.zeros(t.shape, device=device), t
+        ),
+    }
+    for size, call in calls.items():
+        a, b = (torch.zeros(size, device=device, requires_grad=True) for _ in range(2))
+        for _ in range(3):
+            ((call(a) + call(b)) * upstream).sum().backward()
+        assert (a.grad == 6).all() and (b.grad == 6).all()
+        a.grad, given = None, upstream.clone()
+        for _ in range(2):
+            call(a).backward(given)
+        assert (a.grad == 4).all() and torch.equal(given, upstream)
+
+
+@pytest.mark.parametrize("entries", [(2, 6), (2, 3, 6)], ids=str)
+def test_zeros_stand_for_an_output_that_is_not_used(entries, recorder, device):
+    x = torch.randn(2, 3, 6, device=device)
+    made = [torch.randn(entries, device=device).requires_grad_() for _ in range(3)]
+    _, sum = fused_op.fused_gated_add_rms_norm(x, x, *made)
+    _, scale, shift = torch.autograd.grad(sum.sum(), made)
+    assert scale.count_nonzero() == shift.count_nonzero() == 0
+
+
+def test_the_fake_of_a_backward_without_the_outputs_gradient(device):
+    """Of strides that are not those of the sum, and with and without each gradient."""
+    x, weight = torch.randn(4, 6, device=device), torch.ones(6, device=device)
+    ops = torch.ops.fused_op
+    _, sum, stats = ops.post_add_pre_rms_norm_forward(
+        x, x, weight, weight, 1e-6, False, "once", None, True
+    )
+    for wanted in itertools.product([False, True], repeat=4):
+        opcheck(
+            ops.post_add_pre_rms_norm_backward.default,
+            (None, x.t().contiguous().t(), x, sum, weight, weight, stats, False, "once",
+             torch.float32, wanted),
+        )  # fmt: skip
+
+
+def test_options_that_no_op_takes_are_errors():
+    x = torch.ones(2, 6)
+    with pytest.raises(RuntimeError, match="group_size"):
+        fused_op.fused_gated_rms_norm(x, x, group_size=2**63)
+    for count in ((), (1e-6, 1)):
+        with pytest.raises(RuntimeError, match="l2_norm: not the arguments of its ops"):
+            fused_op_cuda._variant("l2_norm").call((x,), count, None)

@@ -34,6 +34,11 @@ class Entries(NamedTuple):
     shift: Tensor | None
     gate: Tensor | None
     rows_each: int
+    shares: bool = False  # more rows may share one, even if none do here
+
+    @property
+    def are_shared(self) -> bool:
+        return self.rows_each > 1 or self.shares
 
     def in_c(self) -> ctypes.Structure:
         return Modulation(*map(self._rows, self[:3]), self.rows_each)
@@ -106,7 +111,7 @@ def backward(
     With "identity", `scale` is the gate, and `weight` of the result is its gradient.
     """
     rows, cols = x.shape
-    shared = entries.rows_each > 1
+    shared = entries.are_shared
     count = len(entries.scale) if shared else 1
     plain = weight is None and bias is None
     params = (entries.scale if shared and plain else x if weight is None else weight).dtype
@@ -129,7 +134,8 @@ def backward(
     )  # fmt: skip
     grad_scale = Rows(pointer(dscale), code_of(entries.scale.dtype))
     call = (
-        ctypes.byref(args), ctypes.byref(entries.in_c()), ctypes.byref(grad_scale), count,
+        ctypes.byref(args), ctypes.byref(entries.in_c()), ctypes.byref(grad_scale),
+        count if shared else 0,
     )  # fmt: skip
     gpu._begin()
     size = ctypes.c_int64()

@@ -37,6 +37,11 @@ class Call:
     gated: bool = False
     first: int = 0  # element of the projection that scale begins at
     sms: int = 132
+    shares: bool = False  # entries of one row are computed as those of several
+
+    @property
+    def are_shared(self) -> bool:
+        return self.each > 1 or self.shares
 
     def __str__(self) -> str:
         default = Call(0, 0, 0)
@@ -71,6 +76,8 @@ CALLS = [
     Call(3, 7, 160, first=1, of_entries=F32),
     Call(2, 1, 20000),
     Call(2, 1, 9001, "rms_norm", F32, weight=True),
+    Call(7, 1, 128, shares=True),
+    Call(3, 1, 96, "rms_norm", F16, of_entries=F32, weight=True, shares=True),
 ]
 
 
@@ -95,7 +102,7 @@ def draw(call: Call) -> Tensors:
     shift, gate = chunks[1] if call.shift else None, chunks[2] if call.gated else None
     return Tensors(
         made(rows, cols),
-        Entries(chunks[0], shift, gate, call.each),
+        Entries(chunks[0], shift, gate, call.each, call.shares),
         made(cols) if call.weight else None,
         made(cols) if call.bias else None,
         made(rows, cols) if call.gated else None,
@@ -116,7 +123,7 @@ def truth(call: Call, of: Tensors, sum: Tensor | None) -> Truth:
         return entries.double().repeat_interleave(call.each, 0)
 
     def total(t: Tensor) -> Tensor:
-        return t.view(call.entries, call.each, -1).sum(1) if call.each > 1 else t.sum(0, True)
+        return t.view(call.entries, call.each, -1).sum(1) if call.are_shared else t.sum(0, True)
 
     x = of.input.double()
     added = x if sum is None else of.residual.double() + each(of.entries.gate) * x
@@ -132,14 +139,14 @@ def truth(call: Call, of: Tensors, sum: Tensor | None) -> Truth:
     wdn = dy * factor * weight
     dx = wdn - xhat * (wdn * xhat).mean(-1, keepdim=True)
     dx = rstd * (dx - wdn.mean(-1, keepdim=True) if centred else dx)
-    grad = dy if call.each > 1 else dy * factor  # sums of an entry, or of the parameters
+    grad = dy if call.are_shared else dy * factor  # sums of an entry, or of the parameters
     return Truth(output, added, Sums(dx, dy * n, total(grad * xhat), total(grad)))
 
 
 def run(call: Call, of: Tensors, gpu: Gpu) -> tuple[Tensor, Tensor | None, Sums]:
     output, sum, stats = forward(gpu, call.norm, *of[:5])
     # A shift is a bias, of which the sum is the gradient.
-    is_biased = call.norm == "rms_norm" and call.shift and call.each > 1
+    is_biased = call.norm == "rms_norm" and call.shift and call.are_shared
     norm = "biased_rms_norm" if is_biased else call.norm
     x = of.input if sum is None else sum
     return output, sum, backward(gpu, norm, x, of.entries, of.grad_output, stats, *of[2:4])

@@ -94,7 +94,7 @@ class Variant:
         _VARIANTS[name] = self
 
     def _read_schemas(self) -> None:
-        """As the constructor in ``csrc/variant_call.cpp`` does."""
+        """As ``csrc/variant_ops.cpp`` does."""
         *arguments, _ = self.forward_op._schema.arguments
         self.tensor_names = [a.name for a in arguments if "Tensor" in str(a.type)]
         self.option_names = [a.name for a in arguments[len(self.tensor_names) :]]

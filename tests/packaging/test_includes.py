@@ -18,16 +18,19 @@ ALLOWED = {  # the first pattern that fits a file holds
     "cuda/*": r"core/|cuda/|cuda_\w+\.h|cooperative_groups",  # torch-free: compiles in seconds
     "cpu/*": r"core/|cpu/|(cpuid|immintrin)\.h",
     "backend.*": r"backend\.h|core/|cpu/|cuda/|ATen/|c10/|pthread\.h",
-    "routing.cpp": r"(backend|checks|dispatcher|fused_op|routing)\.h|(ATen|c10)/(?!cuda)|torch/",
+    "call_keys.h": r"(ATen|c10)/(?!cuda)|torch/",
+    "routing.cpp": r"(backend|call_keys|checks|dispatcher|fused_op|routing)\.h|"
+    r"(ATen|c10)/(?!cuda)|torch/",
     "autograd.cpp": r"(autograd|checks|routing)\.h|core/|ATen/|torch/",
     "dispatcher.cpp": r"(checks|dispatcher)\.h|ATen/core/|torch/",
     "fused_op.cpp": r"(autograd|backend|checks|fused_op|kernel_tools|python_arguments|routing)\.h|"
-    r"torch(/|_override\.h)",
+    r"torch(/|_override\.h)|variant_call\.h",
     "torch_override.cpp": r"(autograd|backend|checks|routing|torch_override)\.h|core/|ATen/|torch/",
     "python_arguments.cpp": r"(checks|python_arguments|routing)\.h|ATen/|torch/",
     "python_arguments.h": r"(fused_op|routing)\.h|pybind11/",
     "kernel_tools.*": r"kernel_tools\.h|cuda/(call_plan|compile|kernel_files|kernels)\.h|pybind11/",
     "variant.h": r"torch/",
+    "variant_*": r"(autograd|call_keys|variant_call|variant_ops)\.h|core/|ATen/|pybind11/|torch/",
     "*": r"(backend|checks|fused_op|kernel_arguments|modulated_norm|rope_call|variant)\.h|core/|"
     r"(ATen|c10)/(?!cuda)",
 }

@@ -104,13 +104,15 @@ def _run_variant(
     for tensor in given:
         tensor.requires_grad_(mode != "forward")
 
-    def step(function: Callable[..., Tensor], grad: Tensor) -> None:
+    grad = torch.ones_like(given[0])
+
+    def step(function: Callable[..., Tensor]) -> None:
         torch.autograd.grad(function(*given), given, grad)
 
-    calls = {"pytorch": partial(theirs, *given), "custom": partial(ours, *given)}
-    if mode == "forward_backward":
-        grad = torch.ones_like(given[0])
-        calls = {name: partial(step, call.func, grad) for name, call in calls.items()}
+    calls: dict[str, Callable[[], Any]] = {
+        name: partial(step, function) if mode == "forward_backward" else partial(function, *given)
+        for name, function in (("pytorch", theirs), ("custom", ours))
+    }
     return {
         "op": op, "dtype": dtype, "rows": SHAPE[0], "cols": SHAPE[1], "mode": mode,
     } | take_turns(calls, device, rounds, iterations, mode)  # fmt: skip

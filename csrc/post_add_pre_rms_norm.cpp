@@ -165,7 +165,9 @@ FourTensors post_add_pre_backward(const OptionalTensor& grad_output, const Optio
       grad_residual = grad_sum->to(residual_dtype, /*non_blocking=*/false, /*copy=*/true,
                                    at::MemoryFormat::Contiguous);
     }
-    grad_pre = wants_pre && pre_weight ? at::zeros_like(*pre_weight) : grad_pre;
+    if (wants_pre && pre_weight) {
+      grad_pre = at::zeros_like(*pre_weight);
+    }
   }
   at::Tensor grad_input, grad_post;
   if (wants_branch) {

@@ -1,6 +1,5 @@
 #include "routing.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/rand.h>
 #include <ATen/record_function.h>

@@ -170,7 +170,7 @@ Stack backward_stack(const RecordedCall& call, const variable_list& grads,
       stack.push_back(call.options[place]);
     } else {
       c10::List<bool> wanted;
-      for (const std::size_t tensor : call.ops.gradients) {
+      for (const std::size_t tensor : call.ops.differentiated) {
         wanted.push_back(call.asks_op_for(tensor));
       }
       stack.emplace_back(std::move(wanted));
@@ -200,8 +200,8 @@ std::optional<variable_list> run_backward(const RecordedCall& call, const variab
   if (call.passed && call.wanted[call.passed->tensor]) {
     found[call.passed->tensor] = call.passed->gradient(grads, saved[0]);
   }
-  const std::vector<std::size_t>& of = call.ops.gradients;
-  if (std::none_of(of.begin(), of.end(), [&](auto i) { return call.asks_op_for(i); })) {
+  const std::vector<std::size_t>& tensors = call.ops.differentiated;
+  if (std::none_of(tensors.begin(), tensors.end(), [&](auto i) { return call.asks_op_for(i); })) {
     return found;
   }
   Stack stack = backward_stack(call, grads, saved);
@@ -210,9 +210,9 @@ std::optional<variable_list> run_backward(const RecordedCall& call, const variab
   } catch (const KernelError&) {  // Python reports the error and computes the formula
     return std::nullopt;
   }
-  for (std::size_t i = 0; i < of.size(); ++i) {
-    if (call.asks_op_for(of[i])) {
-      found[of[i]] = std::move(stack[i]).toTensor();
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (call.asks_op_for(tensors[i])) {
+      found[tensors[i]] = std::move(stack[i]).toTensor();
     }
   }
   return found;
@@ -249,9 +249,9 @@ class VariantNode : public torch::autograd::Function<VariantNode> {
     const VariantOps& ops = *call.ops;
     variable_list results = run_forward(call, /*save_stats=*/true);
     variable_list saved;
-    for (const std::string& name : ops.saved) {
-      const std::optional<std::size_t> tensor = find_name(ops.tensors, name);
-      saved.push_back(tensor ? call.tensors[*tensor] : results[*find_name(ops.results, name)]);
+    const std::size_t tensors = call.tensors.size();
+    for (const std::size_t i : ops.saved) {
+      saved.push_back(i < tensors ? call.tensors[i] : results[i - tensors]);
     }
     context->save_for_backward(std::move(saved));
     std::int64_t present = 0;

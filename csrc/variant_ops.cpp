@@ -26,6 +26,11 @@ c10::TypeKind kind_of(const c10::TypePtr& type) {
   return (optional != nullptr ? optional->getElementType() : type)->kind();
 }
 
+// names.size(), if it is not there.
+std::size_t place_in(const std::vector<std::string>& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) - names.begin();
+}
+
 }  // namespace
 
 VariantOps::VariantOps(std::string given)
@@ -48,7 +53,7 @@ VariantOps::VariantOps(std::string given)
     origins.push_back(origin_of(argument));
   }
   for (const c10::Argument& result : backward.schema().returns()) {
-    gradients.push_back(find_name(tensors, result.name().substr(kGrad.size())).value());
+    differentiated.push_back(place_in(tensors, result.name().substr(kGrad.size())));
   }
 }
 
@@ -58,12 +63,14 @@ Origin VariantOps::origin_of(const c10::Argument& argument) {
     return {Origin::kWanted};
   }
   if (of.starts_with(kGrad)) {
-    const std::optional<std::size_t> place = find_name(results, of.substr(kGrad.size()));
-    has_views = has_views || !place;
-    return {Origin::kGrad, place.value_or(0)};
+    const std::size_t place = place_in(results, of.substr(kGrad.size()));
+    has_views = has_views || place == results.size();
+    return {Origin::kGrad, place};
   }
   if (is_tensor(argument)) {
-    saved.push_back(of);
+    const std::size_t tensor = place_in(tensors, of);
+    const bool is_result = tensor == tensors.size();
+    saved.push_back(is_result ? tensor + place_in(results, of) : tensor);
     return {Origin::kSaved, saved.size() - 1};
   }
   std::size_t place = 0;
@@ -79,12 +86,6 @@ Origin VariantOps::origin_of(const c10::Argument& argument) {
 const VariantOps& variant_ops(const std::string& name) {
   static auto& all = *new std::map<std::string, VariantOps>;  // NOLINT
   return all.try_emplace(name, name).first->second;
-}
-
-std::optional<std::size_t> find_name(const std::vector<std::string>& names,
-                                     const std::string& name) {
-  const auto found = std::find(names.begin(), names.end(), name);
-  return found == names.end() ? std::nullopt : std::optional<std::size_t>(found - names.begin());
 }
 
 c10::IValue option_to_ivalue(PyObject* value, const c10::Argument& argument) {

@@ -5,7 +5,6 @@
 #include <ATen/core/ivalue.h>
 #include <pybind11/pybind11.h>
 
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -31,10 +30,10 @@ struct VariantOps {
   std::vector<std::string> tensors, results;
   std::vector<c10::Argument> options;  // of forward, then of backward alone
   std::size_t forward_options = 0;
-  std::vector<Origin> origins;         // of the arguments of backward
-  std::vector<std::string> saved;      // the tensors and results that backward takes
-  std::vector<std::size_t> gradients;  // the tensors of which the results of backward are gradients
-  bool has_views = false;              // outputs that are views of tensors: Python makes them
+  std::vector<Origin> origins;     // of the arguments of backward
+  std::vector<std::size_t> saved;  // what backward takes of tensors and then results, by number
+  std::vector<std::size_t> differentiated;  // whose gradients the results of backward are
+  bool has_views = false;                   // outputs that are views of tensors: Python makes them
 
  private:
   Origin origin_of(const c10::Argument& argument);
@@ -44,9 +43,6 @@ struct VariantOps {
 // Those of the ops <name>_forward and <name>_backward. They live as long as the process: a graph
 // may outlast every module.
 const VariantOps& variant_ops(const std::string& name);
-
-std::optional<std::size_t> find_name(const std::vector<std::string>& names,
-                                     const std::string& name);
 
 // An option of a call.
 c10::IValue option_to_ivalue(PyObject* value, const c10::Argument& argument);

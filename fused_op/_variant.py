@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,17 @@ Tensors = tuple[Tensor | None, ...]
 Options = tuple[Any, ...]
 Outputs = Tensor | tuple[Tensor, ...]
 Passed = tuple[int, int]  # the number of a tensor, and that of an output
-Recorded = tuple[int, int, torch.dtype, tuple[int, ...]]  # the same, and the tensor's dtype, shape
+PassedGradient = tuple[int, int, torch.dtype, tuple[int, ...]]  # and the dtype, shape
+
+
+class RecordedCall(NamedTuple):
+    """What backward knows about a call: as in ``csrc/variant_call.cpp``."""
+
+    saved: dict[str, Tensor | None]  # by name
+    options: Options
+    wanted: tuple[bool, ...]  # for each of the tensors
+    passed: PassedGradient | None
+
 
 _VARIANTS: dict[str, Variant] = {}
 
@@ -152,21 +162,15 @@ class Variant:
                 return (result if isinstance(result, tuple) else (result,)), None
         return (*outputs, *self.views(tensors, options)), stats
 
-    def backward(
-        self,
-        grads: Tensors,
-        saved: dict[str, Tensor | None],
-        options: Options,
-        wanted: Any,
-        passed: Recorded | None,
-    ) -> Tensors:
+    def backward(self, grads: Tensors, call: RecordedCall) -> Tensors:
         """A gradient, or None, for each of the tensors. At least one of ``grads`` is there."""
+        saved, options, wanted, _ = call
         has_stats = saved["stats"] is not None
         if has_stats and is_dynamo_compiling():
-            return self._backward_by_op(grads, saved, options, wanted, passed)
+            return self._backward_by_op(grads, call)
         if has_stats and not open_blocks and not is_differentiated(*grads):
             try:
-                return self._backward_by_op(grads, saved, options, wanted, passed)
+                return self._backward_by_op(grads, call)
             except KernelError as error:
                 warn_of_missing_kernel(error)
         if self.gradients is not None:
@@ -174,14 +178,8 @@ class Variant:
         tensors = tuple(saved[name] for name in self.tensor_names)
         return _backward_by_formula(self.formula, grads, tensors, options, wanted)
 
-    def _backward_by_op(
-        self,
-        grads: Tensors,
-        saved: dict[str, Tensor | None],
-        options: Options,
-        wanted: Any,
-        passed: Recorded | None,
-    ) -> Tensors:
+    def _backward_by_op(self, grads: Tensors, call: RecordedCall) -> Tensors:
+        saved, options, wanted, passed = call
         found: list[Tensor | None] = [None] * len(wanted)
         asked = list(wanted)
         if passed is not None and wanted[passed[0]]:
@@ -219,7 +217,7 @@ def run_backward(
     """The backward of the node in C++, where that does not run the op itself."""
     variant = _VARIANTS[name]
     by_name = dict(zip(variant.saved_names, saved, strict=True))
-    return variant.backward(grads, by_name, options, wanted, passed)
+    return variant.backward(grads, RecordedCall(by_name, options, wanted, passed))
 
 
 def _is_recorded() -> bool:
@@ -267,8 +265,8 @@ def _function_of(variant: Variant) -> Any:
                 return (None,) * len(ctx.needs_input_grad)
             # Unpacked once: checkpointing refuses a second time.
             saved = dict(zip(variant.saved_names, ctx.saved_tensors, strict=True))
-            wanted = ctx.needs_input_grad[1:]
-            return None, *variant.backward(grads, saved, ctx.options, wanted, ctx.passed)
+            call = RecordedCall(saved, ctx.options, ctx.needs_input_grad[1:], ctx.passed)
+            return None, *variant.backward(grads, call)
 
     return VariantFunction
 

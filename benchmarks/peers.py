@@ -123,6 +123,36 @@ def _liger(op: str) -> Run:
     return _choose(runs, op)
 
 
+def _liger_cute(op: str) -> Run:
+    from liger_kernel import functional as liger
+
+    impl = "nvidia-cutedsl"  # what Liger chooses on Hopper where CuTe DSL is installed
+    runs: dict[str, Run] = {
+        "layer_norm": lambda x, _, w, b: liger.layer_norm(x, w, b, LAYER_NORM_EPS, impl=impl),
+        "rms_norm": lambda x, _, w, b: liger.rms_norm(x, w, RMS_NORM_EPS, impl=impl),
+        "add_rms_norm": lambda x, r, w, b: liger.fused_add_rms_norm(
+            x, r, w, RMS_NORM_EPS, impl=impl
+        ),
+    }
+    return _choose(runs, op)
+
+
+def _fla(op: str) -> Run:
+    from fla.modules.layernorm import layer_norm, rms_norm
+
+    if op.startswith("dropout_"):
+        raise MissingOp(f"it has no {op}")
+    function, eps = (
+        (layer_norm, LAYER_NORM_EPS) if op.endswith("layer_norm") else (rms_norm, RMS_NORM_EPS)
+    )
+
+    def run(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None) -> Result:
+        result: Result = function(x, weight, bias, residual, eps, prenorm=residual is not None)
+        return result
+
+    return run
+
+
 def _quack(op: str) -> Run:
     from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm
 
@@ -200,6 +230,8 @@ PEERS: tuple[Peer, ...] = (
     Peer("PyTorch", "torch", torch_run),
     Peer("torch.compile", "torch", _compiled),
     Peer("Liger", "liger_kernel", _liger),
+    Peer("Liger CuTe", "liger_kernel", _liger_cute),
+    Peer("FLA", "fla-core", _fla),
     Peer("QuACK", "quack-kernels", _quack, float32_parameters=("layer_norm",)),
     Peer("Apex", "apex", _apex),
     Peer("flash-attention", "flash-attn", _flash_attention),

@@ -13,6 +13,7 @@
 #include "cuda/compile.h"
 #include "cuda/kernel_files.h"
 #include "cuda/kernels.h"
+#include "cuda/launch.h"
 #elif !defined(FUSED_OP_NO_CUDA_REASON)
 #define FUSED_OP_NO_CUDA_REASON "the build did not say why"
 #endif
@@ -98,8 +99,8 @@ Rounding rounding_of(const std::string& name) {
 py::tuple plan(bool backward, bool centred, std::int64_t rows, std::int64_t cols,
                const std::string& input, const std::string& residual, const std::string& parameters,
                const std::string& output, const std::string& rounding, bool dropout,
-               bool memory_efficient, bool aligned, int multiprocessors, int shared_bytes,
-               int arch) {
+               bool memory_efficient, bool aligned, int multiprocessors, int shared_bytes, int arch,
+               bool fast_memory) {
   if (rows < 1 || cols < 1 || multiprocessors < 1) {
     throw std::invalid_argument("there is a plan for one row, column and multiprocessor, or more");
   }
@@ -121,6 +122,7 @@ py::tuple plan(bool backward, bool centred, std::int64_t rows, std::int64_t cols
   device.multiprocessors = multiprocessors;
   device.shared_bytes = shared_bytes;
   device.arch = arch;
+  device.fast_memory = fast_memory;
   device.sm_90 = arch >= 90;
   device.max_cluster = cuda::max_cluster_of(arch);
   const cuda::CallPlan found = cuda::plan_call(call, device);
@@ -205,7 +207,8 @@ void bind_kernel_tools(py::module_& m) {
   def("_kernel_key", &kernel_key);
   m.def("_plan", &plan, py::kw_only(), "backward"_a, "centred"_a, "rows"_a, "cols"_a, "input"_a,
         "residual"_a, "parameters"_a, "output"_a, "rounding"_a, "dropout"_a, "memory_efficient"_a,
-        "aligned"_a, "multiprocessors"_a, "shared_bytes"_a, "arch"_a = 0);
+        "aligned"_a, "multiprocessors"_a, "shared_bytes"_a, "arch"_a = 0, "fast_memory"_a = true);
+  m.def("_has_fast_memory", [](int device) { return cuda::read_device_info(device).fast_memory; });
   m.def("_kernel_sources", &kernel_sources);
   m.def("_cache_info", &cache_info);
   m.def("_clear_cache", &clear_cache);

@@ -40,6 +40,7 @@ class Gpu(NamedTuple):
     multiprocessors: int
     arch: int  # ten times the compute capability
     shared_bytes: int  # of a CTA
+    fast_memory: bool = True  # many GB/s for each multiprocessor, as of an H200, but not of an H100
 
     def __str__(self) -> str:
         arch = f"{self.arch // 10}.{self.arch % 10}"
@@ -61,7 +62,8 @@ def gpu_of(sms: int | None, arch: int | None) -> Gpu:
         properties: Any = torch.cuda.get_device_properties(0)
         shared_bytes = properties.shared_memory_per_block_optin
         own_arch = 10 * properties.major + properties.minor
-        found = Gpu(properties.multi_processor_count, own_arch, shared_bytes)
+        fast_memory = fused_op_cuda._has_fast_memory(0)
+        found = Gpu(properties.multi_processor_count, own_arch, shared_bytes, fast_memory)
     if arch is not None and arch != found.arch:
         found = Gpu(found.multiprocessors, arch, SHARED_KIB.get(arch, 99) << 10)
     return found if sms is None else found._replace(multiprocessors=sms)
@@ -121,6 +123,7 @@ class Call:
             multiprocessors=gpu.multiprocessors,
             shared_bytes=gpu.shared_bytes,
             arch=gpu.arch,
+            fast_memory=gpu.fast_memory,
         )
 
     def __str__(self) -> str:
@@ -268,13 +271,13 @@ def compile_kernels(options: argparse.Namespace) -> int:
         print(problem)
         return 1
     gpu = gpu_of(None, options.arch)
+    either = [gpu._replace(fast_memory=fast) for fast in (True, False)]  # an architecture has both
     folder = options.folder or fused_op_cuda._cache_info()["package_folder"]
     print(f"for {gpu}, into {folder}")
     compiled: set[str] = set()
     of_extension: set[str] = set()
     for call in calls:
-        _, kernels = call.kernels(gpu)
-        for header, name, core in kernels:
+        for header, name, core in (kernel for each in either for kernel in call.kernels(each)[1]):
             if name in compiled or name in of_extension:
                 continue
             function = name.partition("<")[0].rpartition("::")[2]

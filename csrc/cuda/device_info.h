@@ -9,11 +9,15 @@ constexpr int kMaxDevices = 64;
 struct DeviceInfo {
   int index;
   int multiprocessors;
-  int shared_bytes;  // the most that a CTA may opt in to
-  bool sm_90;        // or newer: clusters, programmatic dependent launch
-  int max_cluster;   // CTAs of a cluster; 0 before sm_90
-  int arch = 0;      // ten times the compute capability: 90 for 9.0
+  int shared_bytes;         // the most that a CTA may opt in to
+  bool sm_90;               // or newer: clusters, programmatic dependent launch
+  int max_cluster;          // CTAs of a cluster; 0 before sm_90
+  int arch = 0;             // ten times the compute capability: 90 for 9.0
+  bool fast_memory = true;  // many bytes a second for each multiprocessor: kFastMemory
 };
+
+// GB/s of memory for each multiprocessor. An H100 has 25, an H200 37.
+constexpr int kFastMemory = 32;
 
 // Follows from `arch`, ten times the compute capability.
 constexpr int max_cluster_of(int arch) { return arch < 90 ? 0 : arch < 110 ? 16 : 8; }

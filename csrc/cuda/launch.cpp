@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <mutex>
 #include <stdexcept>
 
@@ -9,6 +10,17 @@
 
 namespace fused_op::cuda {
 namespace {
+
+// The peak of the memory in GB/s; 0 if it is not known.
+int memory_gb_per_s(int device) {
+  int khz = 0;
+  int bits = 0;
+  cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, device);
+  cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, device);
+  return static_cast<int>(std::int64_t{2} * khz * bits / 8 / 1'000'000);
+}
+
+}  // namespace
 
 DeviceInfo read_device_info(int device) {
   DeviceInfo info{};
@@ -22,8 +34,11 @@ DeviceInfo read_device_info(int device) {
   info.sm_90 = major >= 9;
   info.arch = 10 * major + minor;
   info.max_cluster = max_cluster_of(info.arch);
+  info.fast_memory = memory_gb_per_s(device) >= kFastMemory * info.multiprocessors;
   return info;
 }
+
+namespace {
 
 // The current device, read once.
 const DeviceInfo& device_info() {

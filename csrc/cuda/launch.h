@@ -15,6 +15,9 @@
 
 namespace fused_op::cuda {
 
+// What plans know about a GPU that is here.
+DeviceInfo read_device_info(int device);
+
 enum class KernelKind {
   kForward,
   kLongForward,

@@ -54,12 +54,16 @@ bool lay_over_cluster(std::int64_t parts, int most_warps, int most_ctas, LongFor
 // CTAs of 256 threads on an SM, from the registers that a thread needs: with four CTAs it has 64,
 // with three 80, with two 128. H200, bf16, us with three and with four: 279 264 at 4096x32768,
 // LayerNorm with a residual; 275 222 at 4096x32767, RMSNorm.
-int many_ctas_per_sm(const ForwardSpec& spec, bool odd, const LongForwardPlan& plan) {
+int many_ctas_per_sm(const ForwardSpec& spec, std::int64_t parts, bool odd,
+                     const LongForwardPlan& plan) {
   const bool centred = spec.norm == NormKind::kLayerNorm;
   const bool is_double = spec.row == DType::kFloat64;
   if (plan.parts == 2) {
     const bool narrow = size_of(spec.parameters) == size_of(spec.row);
-    return spec.row == DType::kFloat32 && !spec.dropout && narrow ? 4 : 3;
+    const bool wide = spec.row != DType::kFloat32 || spec.dropout || !narrow;
+    // A cluster of sixteen needs its place on the SMs of one part of the GPU. Share of copy with
+    // four and with three: 0.90 0.94 at 1024x131072 (H100, fp32, LayerNorm).
+    return wide || parts > 8 * kWarps * plan.parts ? 3 : 4;
   }
   const bool mixed = deal_of(spec).unit != deal_of(spec).pack;
   if (plan.words || spec.dropout || is_double || (mixed && spec.adds)) {
@@ -81,7 +85,7 @@ bool plan_many(const ForwardSpec& spec, std::int64_t parts, bool odd, const Devi
   // bf16, RMSNorm.
   plan.ahead = plan.parts == 2 && size_of(spec.row) == 2 && !spec.dropout ? 2 : 1;
   plan.most_threads = kWarps * kWarpSize;
-  plan.ctas_per_sm = many_ctas_per_sm(spec, odd, plan);
+  plan.ctas_per_sm = many_ctas_per_sm(spec, parts, odd, plan);
   return lay_over_cluster(parts, kWarps, device.max_cluster, plan);
 }
 
@@ -135,15 +139,16 @@ bool plan_in_turn(const ForwardSpec& spec, std::int64_t parts, const DeviceInfo&
   return true;
 }
 
-// Whether rows in turn are faster than one cluster for each row: if there is much to compute, if
-// clusters are large, or if there are only enough rows for a few turns. H200, bf16, us with a
-// cluster for each row and in turn: 12.3 9.1 at 256x32768; RMSNorm, 9.9 7.3.
+// Whether rows in turn are faster than one cluster for each row: if memory is fast, and there is
+// much to compute, clusters are large, or there are only enough rows for a few turns. H200, bf16,
+// us with a cluster for each row and in turn: 12.3 9.1 at 256x32768; RMSNorm, 9.9 7.3. On an H100,
+// share of copy: 1.00 0.89 at 4096x32768; RMSNorm, 1.00 0.94 at 1024x131072.
 bool turns_pay(const ForwardSpec& spec, std::int64_t rows, const LongForwardPlan& many,
                const DeviceInfo& device) {
   const bool can = is_even_plain(spec, many) && !spec.dropout && spec.row != DType::kFloat64;
   const bool centred = spec.norm == NormKind::kLayerNorm && size_of(spec.row) == 2;
   const bool few_turns = rows * many.cluster <= std::int64_t{device.multiprocessors} * 4;
-  return can && (centred || many.cluster >= 8 || few_turns);
+  return can && device.fast_memory && (centred || many.cluster >= 8 || few_turns);
 }
 
 }  // namespace

@@ -90,7 +90,8 @@ def test_kernels_of_the_extension(call):
 def test_long_rows(capsys):
     """Catches a plan of long rows without a kernel that its launch may take."""
     output = run(f"{PLAN} layer_norm --cols 100000 --dtype f32", capsys)
-    assert re.findall(r"::(\w+)_kernel<", output) == ["forward_in_turn"]
+    form = "in_turn" if kernel_plan.gpu_of(None, None).fast_memory else "cluster"
+    assert re.findall(r"::(\w+)_kernel<", output) == [f"forward_{form}"]
     output = run(f"{PLAN} layer_norm --cols 100000 --dtype f32 --backward", capsys)
     names = ["backward_cluster", "backward_row_sums", "backward_columns", "add_partials"]
     assert re.findall(r"::(\w+)_kernel<", output) == names
@@ -120,6 +121,17 @@ def test_plan(command, capsys, cache):
     assert len(list(cache.glob("*.kernel"))) == len(names)
     again = run(command, capsys)
     assert again.count("from the cache") == len(names) - extension and "compiled now" not in again
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("fast_memory", "form"), [(True, "in_turn"), (False, "cluster")])
+def test_memory_decides_about_long_rows(fast_memory, form):
+    """Catches long rows in turn on a GPU such as an H100, which is faster without."""
+    gpu = kernel_plan.Gpu(132, 90, 232448, fast_memory)
+    for rows in (300, 4096):
+        call = kernel_plan.Call("layer_norm", rows, 32768, "bf16")
+        _, ((header, _, _),) = call.kernels(gpu)
+        assert header == f"cuda/forward_{form}.cuh"
 
 
 @needs_nvrtc
@@ -209,12 +221,13 @@ def test_a_plan_is_for_the_gpu_that_is_there(monkeypatch):
     properties = SimpleNamespace(
         multi_processor_count=78, major=8, minor=6, shared_memory_per_block_optin=99 << 10
     )
-    assert kernel_plan.gpu_of(None, None) == (132, 90, 227 << 10)
-    assert kernel_plan.gpu_of(7, 75) == (7, 75, 64 << 10)
+    assert kernel_plan.gpu_of(None, None) == (132, 90, 227 << 10, True)
+    assert kernel_plan.gpu_of(7, 75) == (7, 75, 64 << 10, True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert kernel_plan.gpu_of(None, None) == (78, 86, 99 << 10)
-    assert kernel_plan.gpu_of(10, 80) == (10, 80, 163 << 10)
+    monkeypatch.setattr(fused_op_cuda, "_has_fast_memory", lambda device: False, raising=False)
+    assert kernel_plan.gpu_of(None, None) == (78, 86, 99 << 10, False)
+    assert kernel_plan.gpu_of(10, 80) == (10, 80, 163 << 10, True)
 
 
 @needs_nvrtc

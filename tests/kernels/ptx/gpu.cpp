@@ -218,6 +218,8 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount            ? multiprocessors[device]
            : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? kSharedBytes
            : attribute == cudaDevAttrComputeCapabilityMajor       ? 9
+           : attribute == cudaDevAttrMemoryClockRate              ? 3'201'000  // as of an H200
+           : attribute == cudaDevAttrGlobalMemoryBusWidth         ? 6144
                                                                   : 0;
   return cudaSuccess;
 }

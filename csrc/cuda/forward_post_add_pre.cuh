@@ -40,6 +40,11 @@ struct PostAddPreOp : Pre {
   }
 
  private:
+  // Whether a pack is wholly inside the row or wholly outside.
+  template <typename Tile>
+  static constexpr bool kWhole =
+      Post::Access::kWhole || (Tile::kWidth > 0 && Tile::kWidth % Tile::kPack == 0);
+
   // Repeats the steps of forward_kernel, so that the bits are those of the norm alone.
   template <typename Tile, typename Lane, int N, int kVectors>
   __device__ __forceinline__ static Moments<A> moments_of(const ForwardPlace& place,
@@ -47,12 +52,11 @@ struct PostAddPreOp : Pre {
                                                           const Pack<X, N> (&row)[kVectors],
                                                           A inverse_cols,
                                                           WarpMoments<A> (&parts)[kMaxRowWarps]) {
-    constexpr bool kWhole = Post::Access::kWhole || (Tile::kWidth > 0 && Tile::kWidth % N == 0);
     const A count = static_cast<A>(
         Tile::kFull ? Tile::kWarpCols
                     : max(min(lane.width - place.warp * Tile::kWarpCols, Tile::kWarpCols), 0));
     const Moments<A> mine =
-        moments_of_lanes<Norm, kWhole, Tile::kLanes>(lane, row, count, A(1), false);
+        moments_of_lanes<Norm, kWhole<Tile>, Tile::kLanes>(lane, row, count, A(1), false);
     if (Tile::kOneWarp || place.warps == 1) {
       return mine;
     }
@@ -88,6 +92,11 @@ struct PostAddPreOp : Pre {
         values[j] = Norm::normalized(values[j], normalizer);
       }
       affine.template apply<Norm>(parameters[i % Tile::kAhead], beside, i, values);
+      const int valid = lane.template valid<N>(i);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        values[j] = valid > (kWhole<Tile> ? 0 : j) ? values[j] : A(0);  // see moments_of_lanes()
+      }
       packs[i] = rounded<X>(values);
       if (i + Tile::kAhead < kVectors) {
         parameters[i % Tile::kAhead] = parameters_of(i + Tile::kAhead);

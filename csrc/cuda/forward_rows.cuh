@@ -52,8 +52,9 @@ struct ForwardTile {
 
 // Calls add(x · scale - from, total) for a lane's elements, in one short chain of sums for each
 // pack. A long chain would let the scheduler unpack the whole row ahead of it, in twice the
-// registers.
-template <bool kWhole, typename Lane, typename T, int N, int kVectors, typename A, typename Add>
+// registers. With kAll, also for elements past the end of the row.
+template <bool kAll, bool kWhole, typename Lane, typename T, int N, int kVectors, typename A,
+          typename Add>
 __device__ __forceinline__ A sum_deviations(const Lane& lane, const Pack<T, N> (&row)[kVectors],
                                             A scale, A from, Add&& add) {
   A total = 0;
@@ -62,7 +63,7 @@ __device__ __forceinline__ A sum_deviations(const Lane& lane, const Pack<T, N> (
     A x[N];
     A part = 0;
     to_values(row[i], x);
-    const int valid = lane.template valid<N>(i);
+    const int valid = kAll ? N : lane.template valid<N>(i);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       add(kWhole || valid > j ? x[j] * scale - from : A(0), part);
@@ -74,15 +75,20 @@ __device__ __forceinline__ A sum_deviations(const Lane& lane, const Pack<T, N> (
 
 // The moments of `count` elements held by kLanes neighbouring lanes, valid in every lane. `refined`
 // takes another pass for the mean. Two passes over registers instead of E[x²] - E[x]²: nothing
-// cancels if |mean| >> deviation.
+// cancels if |mean| >> deviation. Past the end of a row there are zeros, so only deviations from a
+// mean are checked: with all checked, 0.93 of copy instead of 0.98 at 10920x6145 (H100, bf16,
+// RMSNorm).
 template <typename Norm, bool kWhole, int kLanes, typename Lane, typename T, int N, int kVectors,
           typename A>
 __device__ __forceinline__ Moments<A> moments_of_lanes(const Lane& lane,
                                                        const Pack<T, N> (&row)[kVectors], A count,
                                                        A scale, bool refined) {
   Moments<A> moments{};
+  const auto sum_all = [&](auto&& add) {
+    return lane_sum<kLanes>(sum_deviations<true, kWhole>(lane, row, scale, A(0), add));
+  };
   const auto sum = [&](auto&& add) {
-    return lane_sum<kLanes>(sum_deviations<kWhole>(lane, row, scale, moments.mean, add));
+    return lane_sum<kLanes>(sum_deviations<false, kWhole>(lane, row, scale, moments.mean, add));
   };
   const auto itself = [](A deviation, A& total) { total += deviation; };
   const auto square = [](A deviation, A& total) {
@@ -90,15 +96,17 @@ __device__ __forceinline__ Moments<A> moments_of_lanes(const Lane& lane,
   };
   if constexpr (Norm::kCentered) {
     const A inverse_count = count > A(0) ? reciprocal(count) : A(0);
-    moments.mean = sum(itself) * inverse_count;
+    moments.mean = sum_all(itself) * inverse_count;
     if (refined) {
       moments.mean += sum(itself) * inverse_count;
     }
     if constexpr (sizeof(T) >= 4) {  // means of 16-bit elements need no correction below rounding
       moments.rest = sum(itself) * inverse_count;
     }
+    moments.second = sum(square) - count * moments.rest * moments.rest;
+  } else {
+    moments.second = sum_all(square);
   }
-  moments.second = sum(square) - count * moments.rest * moments.rest;
   return moments;
 }
 

@@ -1,6 +1,7 @@
 #include "cuda/plan.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <initializer_list>
 
@@ -71,12 +72,14 @@ Grid best_grid(std::int64_t units, const Limits& limits, bool odd) {
     if (per_lane > limits.most || (warps > 1 && per_lane < limits.fewest) || last_is_empty) {
       return;
     }
-    // Whether the loads of neighbouring lanes lie far apart.
-    const bool apart =
-        odd ? lanes < 16 && per_lane > 12 : (lanes == 1 && units > 1) || (lanes == 2 && units > 7);
-    // share of copy with 4 and with 7 units: 0.92, 0.88 at 335544x200; 0.98, 0.90 at 4681x14336
-    const bool heavy = per_lane > limits.many && (lanes < 8 || (lanes == kWarpSize && warps < 4));
-    if (apart || heavy) {
+    // With more units a lane, the loads of neighbouring lanes lie far apart. H100, bf16, LayerNorm,
+    // share of copy with two lanes and with four: 0.67 1.00 at 1198372x56, 0.29 0.51 at 2033601x33;
+    // with four and with eight: 0.93 1.02 at 441505x152, 0.58 0.70 at 849479x79.
+    const int most = odd         ? 4 * (std::bit_width(static_cast<unsigned>(lanes)) - 1)
+                     : lanes < 8 ? std::min(lanes, 3)
+                                 : limits.most;
+    const bool heavy = per_lane > limits.many && lanes == kWarpSize && warps < 4;
+    if (per_lane > most || heavy) {
       return;
     }
     const int wanted = resident_threads(limits, per_lane, warps);
@@ -84,8 +87,16 @@ Grid best_grid(std::int64_t units, const Limits& limits, bool odd) {
     const int resident = std::min(std::max(wanted / threads, 1) * threads, wanted);
     const int distance = std::abs(per_lane - limits.liked);
     const std::int64_t slots = std::int64_t{lanes} * per_lane * warps;
+    const std::int64_t idle = slots * 1024 * wanted / resident;
+    // Words that the row's last lane lacks are checked in every lane; each warp takes part in the
+    // sums of the row; and idle threads weigh less beside that. H100, bf16, LayerNorm, share of
+    // copy at 13104x5121: 0.78 with 8 of 11 words checked, 0.96 with 2 of 14; at 8629x7777: 0.87
+    // with 8 warps of 16 words, 0.96 with 7 of 18, 0.79 with 14 of 9.
+    const std::int64_t lacking = ceil_div(slots - units, lanes);
+    const std::int64_t by_words =
+        (slots * 1024 + idle) / 2 + lanes * warps * (2048 + 410 * lacking);
     const std::int64_t cost =
-        slots * 1024 * wanted / resident + slots * (2 * distance + (per_lane > limits.liked));
+        (odd ? by_words : idle) + slots * (2 * distance + (per_lane > limits.liked));
     if (best.lanes == 0 || cost < best_cost) {
       best = {lanes, per_lane, warps};
       best_cost = cost;
@@ -264,7 +275,7 @@ ForwardPlan plan_forward(const ForwardSpec& spec, std::int64_t rows, std::int64_
     plan.few = few;
     plan.width = static_cast<int>(cols);
     plan.ahead = few   ? plan.vectors
-                 : odd ? (grid.units == 16 ? 4 : 8)
+                 : odd ? (grid.units > 16 ? 2 : 4)
                        : (grid.units < 3 || grid.units > 6 ? 1 : 2);
     plan.ahead = std::min(plan.ahead, plan.vectors);
   }

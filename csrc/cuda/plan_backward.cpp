@@ -69,20 +69,23 @@ struct Grid {
 };
 
 // A larger CTA, whose lanes have two units and keep no values. It is used if three or four units
-// would leave lanes or rows idle. H200, bf16, us with three and with two: 104 98 at 21845x3072, 176
-// 160 at 6712x9999.
+// would leave lanes or rows idle. H200, bf16, us with three and with two: 104 98 at 21845x3072.
 constexpr int kWideThreads = 640;
 
 // The merit of a number of units a lane: the share of a CTA's lanes that have work. It is lower if
 // only one row fits, whose barriers then stop the whole SM, and if a thread cannot keep the row in
-// registers.
-std::int64_t merit(std::int64_t units, int per_lane, int threads = kMostThreads) {
+// registers. Rows that move by words wait longer. H100, bf16, LayerNorm, share of add with one row
+// of two units and with two rows of four: 0.79 0.83 at 8193x8191.
+std::int64_t merit(std::int64_t units, int per_lane, bool odd, int threads = kMostThreads) {
   const std::int64_t warps = ceil_div(units, std::int64_t{kWarpSize} * per_lane);
   const std::int64_t rows = threads / kWarpSize / warps;
   const bool keeps = per_lane == 2 && threads == kMostThreads;
   const int weight = keeps ? 40 : threads > kMostThreads ? 34 : 30;
-  return rows * units * (rows == 1 ? 9 : 10) * weight *
-         (12 * 10240 / threads / per_lane);  // divisible by all numbers of units
+  return rows * units *
+         (rows > 1 ? 10
+          : odd    ? 7
+                   : 9) *
+         weight * (12 * 10240 / threads / per_lane);  // divisible by all numbers of units
 }
 
 int lanes_for(std::int64_t units) {
@@ -95,9 +98,10 @@ int lanes_for(std::int64_t units) {
 
 // Rows that share a warp have three units a lane, or two, if one would leave lanes idle. H200,
 // bf16, LayerNorm, us with one and two: 128 122 at 1677721x40, 114 105 at 335544x200; with two and
-// three: 120 127 at 932067x72, 122 110 at 493447x136.
-Grid shared_warp_grid(std::int64_t units) {
-  for (int lanes = 8; lanes < kWarpSize; lanes *= 2) {
+// three: 120 127 at 932067x72, 122 110 at 493447x136. By words, share of add with two and three:
+// 0.90 0.84 at 201528x333 (H100).
+Grid shared_warp_grid(std::int64_t units, bool odd) {
+  for (int lanes = 8; lanes < kWarpSize && !odd; lanes *= 2) {
     if (units > 2 * lanes && units <= 3 * lanes) {
       return {lanes, 3, 1};
     }
@@ -114,22 +118,23 @@ Grid best_grid(const BackwardSpec& spec, std::int64_t units, bool odd) {
     return {std::min(lanes_for(units), kWarpSize), 1, static_cast<int>(ceil_div(units, kWarpSize))};
   }
   if (units < 3 * kWarpSize / 2) {
-    return shared_warp_grid(units);
+    return shared_warp_grid(units, odd);
   }
   const auto grid = [&](int per_lane, int threads = kMostThreads) {
     return Grid{kWarpSize, per_lane,
                 static_cast<int>(ceil_div(units, std::int64_t{kWarpSize} * per_lane)), threads};
   };
-  const std::int64_t two = merit(units, 2);
+  const std::int64_t two = merit(units, 2, odd);
   // A variant with a sum would spill 20 bytes at 3072 columns (16 bits, sm_90).
-  const bool fits_wide = !drops && !(spec.adds && spec.variant != nullptr);
-  const std::int64_t wide = fits_wide ? merit(units, 2, kWideThreads) : 0;
-  const std::int64_t three = merit(units, 3);
-  const std::int64_t four = merit(units, 4);
+  const bool fits_wide = !odd && !drops && !(spec.adds && spec.variant != nullptr);
+  const std::int64_t wide = fits_wide ? merit(units, 2, odd, kWideThreads) : 0;
+  const std::int64_t three = merit(units, 3, odd);
+  const std::int64_t four = merit(units, 4, odd);
   // If the merits are equal, three units are better, because two then leave lanes idle: two 0.90,
-  // three 0.92 of add at 174762x768 (H200, bf16). With the gradient of a sum, and for RMSNorm by
-  // words, two are better.
-  const bool two_at_tie = odd ? spec.norm != NormKind::kLayerNorm : spec.adds;
+  // three 0.92 of add at 174762x768 (H200, bf16). With the gradient of a sum two are better, and by
+  // words, if they leave no more lanes idle: two 0.91, three 0.86 at 22362x3001 (H100, bf16).
+  const bool as_full = 2 * grid(2).warps <= 3 * grid(3).warps;
+  const bool two_at_tie = odd ? as_full : spec.adds;
   if (two >= wide && two >= four && (two_at_tie ? two >= three : two > three)) {
     return grid(2);
   }
@@ -221,7 +226,7 @@ BackwardPlan tile_of(const BackwardSpec& spec, std::int64_t cols, Move move) {
   plan.move = odd && move == Move::kVectors ? Move::kWholeWords : move;
   plan.row_threads = grid.lanes * grid.warps;
   const bool drops = spec.drops_input || spec.drops_output;
-  const bool light = grid.units == 1 && plan.row_threads <= 256 && !is_double(spec);
+  const bool light = grid.units == 1 && !odd && plan.row_threads <= 256 && !is_double(spec);
   const bool tight = drops && (spec.adds || plan.pack < 8 || plan.move != Move::kVectors);
   const bool three = plan.move == Move::kVectors && !spec.adds && !spec.recovers && !tight &&
                      spec.variant == nullptr;
@@ -245,9 +250,10 @@ std::int64_t threads_with_room(const BackwardPlan& plan, const BackwardSpec& spe
 }
 
 // Sets the rows in flight: three if all threads of an SM's CTAs have room for them, and always in
-// the core table's tiles with one vector a lane.
+// the core table's tiles with one vector a lane. By words, two: share of add with three and with
+// two at 43662x1537: 0.81 0.87 (H100, bf16, RMSNorm).
 void fit_shared(BackwardPlan& plan, const BackwardSpec& spec, const DeviceInfo& device) {
-  plan.stages = 3;
+  plan.stages = plan.width % unit_of(spec) == 0 ? 3 : 2;
   const std::int64_t groups = plan.most_threads / plan.lanes;
   const bool all =
       groups * group_bytes(spec, plan) * plan.ctas_per_sm <= most_dynamic_shared(device);

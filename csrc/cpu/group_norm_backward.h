@@ -51,16 +51,6 @@ FUSED_OP_CPU_INLINE ChannelSums add_pixels(const X* x, const D* dn, std::int64_t
                             : add_in_lanes<kMost / 2>(x, dn, count, normalizer);
 }
 
-// dn = dy · silu'(n)
-template <typename D, typename A>
-void multiply_by_slope(const D* __restrict dy, const A* __restrict n, std::int64_t count,
-                       A* __restrict dn) {
-#pragma omp simd
-  for (std::int64_t j = 0; j < count; ++j) {
-    dn[j] = widened<A>(dy[j]) * activation_of<false>(n[j]).slope;
-  }
-}
-
 // The means over a group that its gradients need: of dn · factor, and of that times x̂.
 template <typename A>
 struct GroupMeans {

@@ -176,14 +176,6 @@ FUSED_OP_CPU_INLINE void affine_piece(const X* x, const GroupPiece& piece,
   }
 }
 
-template <typename A, typename Y>
-void silu(const A* __restrict n, std::int64_t count, Y* __restrict y) {
-#pragma omp simd
-  for (std::int64_t j = 0; j < count; ++j) {
-    y[j] = rounded<Y>(activation_of<false>(n[j]).value);
-  }
-}
-
 // Calls the steps of GroupForward or GroupBackward for a range of groups or chunks.
 template <typename Loops>
 void run_group_step(Loops& loops, GroupStep step, std::int64_t first, std::int64_t last,

@@ -14,7 +14,8 @@ struct BackwardRange {
   std::int64_t first;
   std::int64_t last;
   bool of_chunks;
-  void* sums = nullptr;  // of rows: [kGrads, cols], if the gradients of the parameters are wanted
+  void* sums =
+      nullptr;  // of rows: [grads_of(kind), cols], if the gradients of the parameters are wanted
 };
 
 // X as in Forward.
@@ -31,6 +32,7 @@ class Backward {
         drops_output_(call.dropout.active && !call.drops_input),
         wants_dx_(call.grad_input.data != nullptr || call.grad_residual.data != nullptr),
         wants_grads_(call.grad_weight != nullptr || call.grad_bias != nullptr),
+        sums_bias_(wants_grads_ && call.kind == NormKind::kBiasedRmsNorm),
         is_direct_(call.grad_input.data != nullptr && call.grad_input.dtype == kDTypeOf<X> &&
                    !call.drops_input && call.grad_residual.data == nullptr),
         weight_(call.weight, call.param_dtype, cols_, A(1)),
@@ -45,7 +47,7 @@ class Backward {
     for (std::int64_t chunk = range.first; chunk < range.last; ++chunk) {
       A* sums = nullptr;
       if (wants_grads_) {
-        sums = static_cast<A*>(args_.workspace) + chunk * Norm::kGrads * cols_;
+        sums = static_cast<A*>(args_.workspace) + chunk * grads_of(args_.kind) * cols_;
       }
       run_rows(args_.rows * chunk / chunks, args_.rows * (chunk + 1) / chunks, sums);
     }
@@ -68,8 +70,9 @@ class Backward {
     }
   }
   void begin_grads(A* sums) {
-    grads_ = {sums, Norm::kHasBias ? sums + cols_ : sums};
-    std::fill_n(sums, Norm::kGrads * cols_, A(0));
+    const int count = grads_of(args_.kind);
+    grads_ = {sums, sums + (count - 1) * cols_};
+    std::fill_n(sums, count * cols_, A(0));
     std::fill_n(tail_weight_, kLanes, A(0));
     std::fill_n(tail_bias_, kLanes, A(0));
   }
@@ -234,6 +237,11 @@ class Backward {
       add<Met>(one, tile.col, tile.cols, totals + r);
     }
   }
+  void add_bias(const Tile& tile, const View<X>& dy) {
+    if (!Norm::kHasBias && sums_bias_) {
+      add_grads_of_bias<kLanes>(dy, tile.rows, tile.cols, grads_.bias + tile.col);
+    }
+  }
   // What is read after a row lies `ahead` rows further on.
   template <bool kAdds>
   __attribute__((noinline)) void pull_back(const Tile& tile, const View<X>& x, const View<X>& dy,
@@ -264,6 +272,7 @@ class Backward {
     PullbackTotals totals[kTileRows];
     std::fill_n(totals, tile.rows, PullbackTotals{0, 0});
     with_met([&]<typename Met>(Met) { add_up<Met>(tile, x, dy, is_xhat, totals); });
+    add_bias(tile, dy);
     if (wants_dx_) {
       write(tile, x, dy, is_xhat, totals, tile.rows);
     }
@@ -283,6 +292,9 @@ class Backward {
       backward_narrow<kCols, Norm, Met>(x, dy, weight, mean, rstd, tile.rows, inverse_divisor(), dx,
                                         grads_);
     });
+    if (!Norm::kHasBias && sums_bias_) {
+      add_narrow_grads_of_bias<kCols>(dy, tile.rows, grads_.bias);
+    }
     if (dsum != nullptr) {
       add_to_rows(dsum, tile.rows * cols_, dx);
     }
@@ -299,6 +311,7 @@ class Backward {
       const View<X> x = read_x(part, is_xhat);
       const View<X> dy = read_dy(part);
       with_met([&]<typename Met>(Met) { add_up<Met>(part, x, dy, is_xhat, totals); });
+      add_bias(part, dy);
     }
     for (std::int64_t r = 0; wants_dx_ && r < tile.rows; ++r) {
       for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
@@ -319,6 +332,7 @@ class Backward {
   const bool drops_output_;
   const bool wants_dx_;
   const bool wants_grads_;
+  const bool sums_bias_;  // in a pass of its own: of an RMS norm
   const bool is_direct_;  // dx is written as it is computed
   Parameter<A> weight_, bias_;
   ParameterGrads<A> grads_;  // of the chunk

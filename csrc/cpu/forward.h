@@ -7,15 +7,19 @@
 
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
+template <typename Norm, typename Met>
+constexpr bool kAddsBias = Norm::kHasBias || std::is_same_v<Met, Biased>;
+
 template <int kLanes, typename Norm, typename Met, typename X, typename A>
 FUSED_OP_CPU_INLINE void affine_pack(const X* x, const A* weight, const A* bias,
                                      const Normalizer<A> normalizer, X* __restrict y) {
   const Pack<kLanes, X, A> values(x);
   const Pack<kLanes, A, A> weights(weight);
-  const Pack<Norm::kHasBias ? kLanes : 0, A, A> biases(bias);
+  constexpr bool kBias = kAddsBias<Norm, Met>;
+  const Pack<kBias ? kLanes : 0, A, A> biases(bias);
   const auto result = [&](int j) {
     const A xhat = Met()(Norm::normalized(values[j], normalizer));
-    return Norm::kHasBias ? multiply_add(xhat, weights[j], biases[j]) : xhat * weights[j];
+    return kBias ? multiply_add(xhat, weights[j], biases[j]) : xhat * weights[j];
   };
   store_results<kLanes, A>(result, y);
 }
@@ -64,16 +68,16 @@ FUSED_OP_CPU_INLINE void affine_rows(const A* __restrict x, const A* __restrict 
                                      const A* __restrict bias, const A* __restrict mean,
                                      const A* __restrict shift, const A* __restrict rstd,
                                      std::int64_t rows, A* __restrict y) {
+  constexpr bool kBias = kAddsBias<Norm, Met>;
   A weights[kCols], biases[kCols];
   std::copy_n(weight, kCols, weights);
-  std::copy_n(bias, Norm::kHasBias ? kCols : 0, biases);
+  std::copy_n(bias, kBias ? kCols : 0, biases);
 #pragma omp simd
   for (std::int64_t r = 0; r < rows; ++r) {
     const Normalizer<A> normalizer{A(1), mean[r], shift[r], rstd[r]};
     for (int c = 0; c < kCols; ++c) {
       const A xhat = Met()(Norm::normalized(x[r * kCols + c], normalizer));
-      y[r * kCols + c] =
-          Norm::kHasBias ? multiply_add(xhat, weights[c], biases[c]) : xhat * weights[c];
+      y[r * kCols + c] = kBias ? multiply_add(xhat, weights[c], biases[c]) : xhat * weights[c];
     }
   }
 }
@@ -162,7 +166,7 @@ class Forward {
         drops_output_(call.dropout.active && call.sum == nullptr),
         is_direct_(call.output.dtype == kDTypeOf<X> && !drops_output_),
         weight_(call.weight, call.param_dtype, cols_, A(1)),
-        bias_(call.bias, call.param_dtype, Norm::kHasBias ? cols_ : 0, A(0)) {}
+        bias_(call.bias, call.param_dtype, grads_of(call.kind) == 2 ? cols_ : 0, A(0)) {}
 
   void run(std::int64_t first_row, std::int64_t last_row) {
     const std::int64_t tile_rows = rows_of_tile(cols_);
@@ -351,6 +355,9 @@ class Forward {
   }
   template <typename Function>
   void with_met(const Function& function) {
+    if (!Norm::kHasBias && args_.kind == NormKind::kBiasedRmsNorm) {
+      return function(Biased());
+    }
     with_rounding<X>(args_.rounding, args_.input.dtype, function);
   }
   template <typename Met>

@@ -19,9 +19,10 @@ struct BackwardRange {
 };
 
 // X as in Forward.
-template <int kLanes, int kCols, typename Norm, typename A, typename X>
+template <int kLanes, typename Norm, typename A, typename X>
 class Backward {
-  static constexpr bool kMayBeLong = kCols == 0 && kLanes * sizeof(A) >= 64;
+  static constexpr bool kMayBeLong = kLanes * sizeof(A) >= 64;
+  static constexpr bool kNarrow = kLanes == 1;
   // Rows whose sums stay in registers together. One lane takes only rows that are rare.
   static constexpr int kAtOnce = kLanes > 1 ? FUSED_OP_CPU_ROWS : 1;
 
@@ -55,7 +56,7 @@ class Backward {
 
  private:
   // The instance that takes every row, also those that the others cannot.
-  using General = Backward<kLanes, 0, Norm, A, A>;
+  using General = Backward<kLanes, Norm, A, A>;
 
   void run_rows(std::int64_t first_row, std::int64_t last_row, A* sums) {
     const std::int64_t tile_rows = std::max<std::int64_t>(kAtOnce, rows_of_tile(cols_));
@@ -88,7 +89,7 @@ class Backward {
 
   void run_some(const Tile& tile) {
     if constexpr (!std::is_same_v<Backward, General>) {
-      if (has_tiny_rstd(tile) || (kCols > 0 && (!wants_dx_ || args_.x_is_output))) {
+      if (has_tiny_rstd(tile)) {
         run_general(tile);
         return;
       }
@@ -99,11 +100,13 @@ class Backward {
         return;
       }
     }
-    if constexpr (kCols > 0) {
-      run_narrow(tile);
-    } else {
-      run_tile(tile);
+    if constexpr (kNarrow) {
+      if (wants_dx_ && !args_.x_is_output && !has_tiny_rstd(tile)) {
+        run_narrow(tile);
+        return;
+      }
     }
+    run_tile(tile);
   }
   __attribute__((noinline)) void run_general(const Tile& tile) {
     General general(args_);
@@ -140,7 +143,7 @@ class Backward {
     if constexpr (!std::is_same_v<X, A>) {
       return view_tile<X>(args_.x, tile);
     } else if (!is_xhat) {
-      return read_tile(args_.x, tile, x_, kCols > 0);
+      return read_tile(args_.x, tile, x_, kNarrow);
     } else {
       copy_tile(args_.x, tile, x_);
       for (std::int64_t r = 0; r < tile.rows; ++r) {
@@ -159,7 +162,7 @@ class Backward {
     if constexpr (!std::is_same_v<X, A>) {
       return view_tile<X>(args_.grad_output, tile);
     } else if (!drops_output_) {
-      return read_tile(args_.grad_output, tile, dy_, kCols > 0);
+      return read_tile(args_.grad_output, tile, dy_, kNarrow);
     } else {
       copy_tile(args_.grad_output, tile, dy_);
       drop_tile(args_.dropout, tile, dy_);
@@ -173,7 +176,7 @@ class Backward {
     if constexpr (!std::is_same_v<X, A>) {
       return view_tile<X>(args_.grad_sum, tile);
     } else {
-      return read_tile(args_.grad_sum, tile, dsum_, kCols > 0);
+      return read_tile(args_.grad_sum, tile, dsum_, kNarrow);
     }
   }
 
@@ -289,11 +292,14 @@ class Backward {
     const A* const weight = weight_.from(0, cols_);
     A* const dx = dx_of(tile);
     with_met([&]<typename Met>(Met) {
-      backward_narrow<kCols, Norm, Met>(x, dy, weight, mean, rstd, tile.rows, inverse_divisor(), dx,
-                                        grads_);
+      with_narrow(cols_, [&]<int kCols>() {
+        backward_narrow<kCols, Norm, Met>(x, dy, weight, mean, rstd, tile.rows, inverse_divisor(),
+                                          dx, grads_);
+      });
     });
     if (!Norm::kHasBias && sums_bias_) {
-      add_narrow_grads_of_bias<kCols>(dy, tile.rows, grads_.bias);
+      with_narrow(
+          cols_, [&]<int kCols>() { add_narrow_grads_of_bias<kCols>(dy, tile.rows, grads_.bias); });
     }
     if (dsum != nullptr) {
       add_to_rows(dsum, tile.rows * cols_, dx);
@@ -324,7 +330,7 @@ class Backward {
     }
   }
 
-  template <int, int, typename, typename, typename>
+  template <int, typename, typename, typename>
   friend class Backward;
 
   const NormBackwardArgs& args_;
@@ -352,9 +358,9 @@ inline void run_backward(const NormBackwardArgs& args, const BackwardRange& rang
                         !is_ready(args.grad_sum) || args.x_is_output || args.dropout.active ||
                         args.grad_residual.data != nullptr ||
                         (wants_dx && args.grad_input.dtype != args.dtype);
-  const auto run = [&]<int kLanes, int kCols, typename Norm, typename A>() {
+  const auto run = [&]<int kLanes, typename Norm, typename A>() {
     const auto run_elements = [&]<typename X>() {
-      Backward<(kLanes > 8 ? kLanes / 2 : kLanes), kCols, Norm, A, X>(args).run(range);
+      Backward<(kLanes > 8 ? kLanes / 2 : kLanes), Norm, A, X>(args).run(range);
     };
     with_elements<kLanes, A>(converts ? kDTypeOf<A> : args.dtype, run_elements);
   };

@@ -58,6 +58,19 @@ FUSED_OP_CPU_INLINE A masked(A value, Bits<A> mask) {
   return std::bit_cast<A>(std::bit_cast<Bits<A>>(value) & mask);
 }
 
+// Begins sums of `scale · x - center` and its square. (GCC would clear many lanes by `rep stos`.)
+template <int kLanes, typename X, typename A>
+FUSED_OP_CPU_INLINE void begin_pack(const X* x, A scale, A center, A (&sums)[kLanes],
+                                    A (&squares)[kLanes]) {
+  const Pack<kLanes, X, A> values(x);
+#pragma omp simd
+  for (int j = 0; j < kLanes; ++j) {
+    const A deviation = values[j] * scale - center;
+    sums[j] = deviation;
+    squares[j] = deviation * deviation;
+  }
+}
+
 // Adds `scale · x - center`, if kSum, and its square.
 template <int kLanes, bool kSum, bool kSkips, typename X, typename A>
 FUSED_OP_CPU_INLINE void add_pack(const X* x, A scale, A center, const Bits<A>* masks,
@@ -74,23 +87,31 @@ FUSED_OP_CPU_INLINE void add_pack(const X* x, A scale, A center, const Bits<A>* 
   }
 }
 
-// Calls function<kLanes, kCols, Norm, A>(), with no more lanes than there are columns. If kCols is
-// not 0, rows have kCols columns, and many are computed at a time, each in a lane of its own.
+// Calls function<kLanes, Norm, A>(), with no more lanes than there are columns.
 template <typename Norm, typename A, typename Function>
 void with_lanes(std::int64_t cols, Function& function) {
   constexpr int kMost = 128 / sizeof(A);
   if (cols >= kMaxLanes) {
-    function.template operator()<kMost, 0, Norm, A>();
+    function.template operator()<kMost, Norm, A>();
   } else if (cols >= 16) {
-    function.template operator()<8, 0, Norm, A>();
+    function.template operator()<8, Norm, A>();
   } else if (cols >= 4) {
-    function.template operator()<4, 0, Norm, A>();
-  } else if (cols == 3) {
-    function.template operator()<1, 3, Norm, A>();
-  } else if (cols == 2) {
-    function.template operator()<1, 2, Norm, A>();
+    function.template operator()<4, Norm, A>();
   } else {
-    function.template operator()<1, 1, Norm, A>();
+    function.template operator()<1, Norm, A>();
+  }
+}
+
+// Calls function<kCols>() for rows of 1 to 3 columns. Many of them are computed at a time, each in
+// a lane of its own.
+template <typename Function>
+FUSED_OP_CPU_INLINE void with_narrow(std::int64_t cols, const Function& function) {
+  if (cols == 3) {
+    function.template operator()<3>();
+  } else if (cols == 2) {
+    function.template operator()<2>();
+  } else {
+    function.template operator()<1>();
   }
 }
 
@@ -143,10 +164,16 @@ FUSED_OP_CPU_INLINE void add_deviations(const X* x, std::int64_t cols, A scale, 
                                         Totals& totals) {
   for (std::int64_t col = 0, count = 0; col < cols; col += count) {
     count = piece(col, cols, kSumCols);
-    A sums[kLanes] = {};
-    A squares[kLanes] = {};
+    A sums[kLanes];
+    A squares[kLanes];
     const std::int64_t last = col + count;
     std::int64_t i = col;
+    if constexpr (kSum) {
+      begin_pack<kLanes>(x + i, scale, center, sums, squares);
+      i += kLanes;
+    } else {
+      std::fill_n(squares, kLanes, A(0));
+    }
     for (; i + kLanes <= last; i += kLanes) {
       add_pack<kLanes, kSum, false>(x + i, scale, center, nullptr, sums, squares);
     }

@@ -215,8 +215,22 @@ struct Exact {
     return xhat;
   }
 };
+// As from_float16(to_float16(xhat)), in half as many instructions.
 struct AsFloat16 {
-  FUSED_OP_CPU_INLINE float operator()(float xhat) const { return from_float16(to_float16(xhat)); }
+  FUSED_OP_CPU_INLINE float operator()(float xhat) const {
+    constexpr std::int32_t kExponent = 1 << 23;
+    const auto bits = std::bit_cast<std::int32_t>(xhat);
+    const std::int32_t magnitude = bits & 0x7fffffff;
+    // The spacing of floats between 0.5 and 1 is that of subnormal numbers.
+    const float subnormal = (std::bit_cast<float>(magnitude) + 0.5f) - 0.5f;
+    const std::int32_t small = std::bit_cast<std::int32_t>(subnormal);
+    const std::int32_t normal = (magnitude + 0xfff + (magnitude >> 13 & 1)) & ~0x1fff;
+    const std::int32_t finite = magnitude < 113 * kExponent ? small : normal;
+    const std::int32_t special = std::max(magnitude, 255 * kExponent);  // infinity, or a NaN
+    const std::int32_t result = finite >= 143 * kExponent ? 255 * kExponent : finite;
+    const std::int32_t kept = magnitude >= 143 * kExponent ? special : result;
+    return std::bit_cast<float>(kept | (bits & ~0x7fffffff));
+  }
 };
 struct AsBFloat16 {
   FUSED_OP_CPU_INLINE float operator()(float xhat) const {

@@ -79,11 +79,9 @@ class Backward {
   }
   void end_grads() {
     const ParameterGrads<A> last = grads_.from(cols_ - kLanes);
-    for (int j = 0; j < kLanes; ++j) {  // skipped columns are 0
-      last.weight[j] += tail_weight_[j];
-      if (Norm::kHasBias) {
-        last.bias[j] += tail_bias_[j];
-      }
+    add_tail<kLanes>(tail_weight_, last.weight);
+    if (Norm::kHasBias) {
+      add_tail<kLanes>(tail_bias_, last.bias);
     }
   }
 
@@ -91,12 +89,6 @@ class Backward {
     if constexpr (!std::is_same_v<Backward, General>) {
       if (has_tiny_rstd(tile)) {
         run_general(tile);
-        return;
-      }
-    }
-    if constexpr (kMayBeLong) {
-      if (is_long(cols_)) {
-        run_long_rows(tile);
         return;
       }
     }
@@ -123,11 +115,8 @@ class Backward {
   }
   // Whether the values of a row of the tile are so large that x - mean might overflow.
   bool has_tiny_rstd(const Tile& tile) const {
-    bool found = false;
-    for (std::int64_t r = 0; r < tile.rows; ++r) {
-      found = found || saved(tile.row + r).rstd < Limits<A>::kTinyRstd;
-    }
-    return found;
+    const A* const rstd = static_cast<const A*>(args_.stats) + (Norm::kStats - 1) * args_.rows;
+    return has_tiny(rstd + tile.row, tile.rows);
   }
   // Whether the rows are turned into x̂ before the passes over them.
   bool holds_xhat(const Tile& tile) const {
@@ -223,7 +212,8 @@ class Backward {
     write_tile(dx_, args_.grad_input.data, args_.grad_input.dtype, tile, cols_);
   }
 
-  // The two passes over the rows of a tile. Not inlined: run_tile() and run_long_rows() share them.
+  // The two passes over the rows of a tile. Not inlined: their copies in run_tile() would
+  // cost compile time.
   template <typename Met>
   __attribute__((noinline)) void add_up(const Tile& tile, const View<X>& x, const View<X>& dy,
                                         bool is_xhat, PullbackTotals* totals) {
@@ -260,24 +250,44 @@ class Backward {
                                     tile.cols, dx + r * cols_, next);
     }
   }
-  void write(const Tile& tile, const View<X>& x, const View<X>& dy, bool is_xhat,
-             const PullbackTotals* totals, std::int64_t ahead) {
+  __attribute__((noinline)) void write(const Tile& tile, const View<X>& x, const View<X>& dy,
+                                       bool is_xhat, const PullbackTotals* totals,
+                                       std::int64_t ahead) {
     const View<X> dsum = read_dsum(tile);
     dsum.first == nullptr ? pull_back<false>(tile, x, dy, dsum, is_xhat, totals, ahead)
                           : pull_back<true>(tile, x, dy, dsum, is_xhat, totals, ahead);
     finish(tile);
   }
 
-  void run_tile(const Tile& tile) {
+  // Computes long rows in parts, which are read again for dx.
+  __attribute__((noinline)) void run_tile(const Tile& tile) {
     const bool is_xhat = holds_xhat(tile);
-    const View<X> x = read_x(tile, is_xhat);
-    const View<X> dy = read_dy(tile);
+    const bool in_parts = kMayBeLong && is_long(cols_);
     PullbackTotals totals[kTileRows];
     std::fill_n(totals, tile.rows, PullbackTotals{0, 0});
-    with_met([&]<typename Met>(Met) { add_up<Met>(tile, x, dy, is_xhat, totals); });
-    add_bias(tile, dy);
-    if (wants_dx_) {
-      write(tile, x, dy, is_xhat, totals, tile.rows);
+    for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
+      count = in_parts ? piece(col, cols_, kTileCols) : cols_;
+      const Tile part{tile.row, tile.rows, col, count};
+      const View<X> x = read_x(part, is_xhat);
+      const View<X> dy = read_dy(part);
+      with_met([&]<typename Met>(Met) { add_up<Met>(part, x, dy, is_xhat, totals); });
+      add_bias(part, dy);
+      if (!in_parts && wants_dx_) {
+        write(part, x, dy, is_xhat, totals, tile.rows);
+      }
+    }
+    for (std::int64_t r = 0; in_parts && wants_dx_ && r < tile.rows; ++r) {
+      write_long_row({tile.row + r, 1, 0, cols_}, is_xhat, totals + r, tile.rows);
+    }
+  }
+  void write_long_row(const Tile& row, bool is_xhat, const PullbackTotals* totals,
+                      std::int64_t ahead) {
+    for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
+      count = piece(col, cols_, kTileCols);
+      const Tile part{row.row, 1, col, count};
+      const View<X> x = read_x(part, is_xhat);
+      const View<X> dy = read_dy(part);
+      write(part, x, dy, is_xhat, totals, ahead);
     }
   }
 
@@ -305,29 +315,6 @@ class Backward {
       add_to_rows(dsum, tile.rows * cols_, dx);
     }
     finish(tile);
-  }
-
-  // Computes long rows in parts, which are read again for dx.
-  __attribute__((noinline)) void run_long_rows(const Tile& tile) {
-    const bool is_xhat = holds_xhat(tile);
-    PullbackTotals totals[kAtOnce] = {};
-    for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
-      count = piece(col, cols_, kTileCols);
-      const Tile part{tile.row, tile.rows, col, count};
-      const View<X> x = read_x(part, is_xhat);
-      const View<X> dy = read_dy(part);
-      with_met([&]<typename Met>(Met) { add_up<Met>(part, x, dy, is_xhat, totals); });
-      add_bias(part, dy);
-    }
-    for (std::int64_t r = 0; wants_dx_ && r < tile.rows; ++r) {
-      for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
-        count = piece(col, cols_, kTileCols);
-        const Tile part{tile.row + r, 1, col, count};
-        const View<X> x = read_x(part, is_xhat);
-        const View<X> dy = read_dy(part);
-        write(part, x, dy, is_xhat, totals + r, tile.rows);
-      }
-    }
   }
 
   template <int, typename, typename, typename>

@@ -52,7 +52,9 @@ class ChannelsFirstForward {
     }
   }
 
-  void add_deviations(Tile& x, A scale, const A (&centers)[kLanes], PixelTotals& totals) const {
+  // Not inlined: pixels that need care share it.
+  __attribute__((noinline)) void add_deviations(Tile& x, A scale, const A (&centers)[kLanes],
+                                                PixelTotals& totals) const {
     for_channels(args_.cols, [&](std::int64_t first, std::int64_t last) {
       x.load(first, last);
       alignas(64) A sum[kLanes] = {};

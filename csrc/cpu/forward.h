@@ -30,6 +30,7 @@ FUSED_OP_CPU_INLINE void affine_packs(const X* x, const A* weight, const A* bias
                                       const X* next) {
   std::int64_t col = 0;
   for (; col + kLanes <= cols; col += kLanes) {
+    stay_scalar<kLanes>();
     prefetch_pack<kLanes>(next + col);
     affine_pack<kLanes, Norm, Met>(x + col, weight + col, bias + col, normalizer, y + col);
   }

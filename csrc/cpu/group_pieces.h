@@ -161,7 +161,7 @@ FUSED_OP_CPU_INLINE void affine_channels(const X* __restrict x, std::int64_t cou
 
 // n of a piece.
 template <typename X, typename A, typename Y>
-FUSED_OP_CPU_INLINE void affine_piece(const X* x, const GroupPiece& piece,
+FUSED_OP_CPU_SHARED void affine_piece(const X* x, const GroupPiece& piece,
                                       const Normalizer<A>& normalizer,
                                       const ChannelFactors<A>& factors, Y* y) {
   if (piece.pixels == 1) {

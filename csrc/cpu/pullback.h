@@ -104,6 +104,7 @@ FUSED_OP_CPU_INLINE void add_pullback(const RowIn<X, A> (&rows)[kRows], const A*
     const std::int64_t last = first + count;
     std::int64_t col = first;
     for (; col + kLanes <= last; col += kLanes) {
+      stay_scalar<kLanes>();
       pullback_pack<false, kRows, kLanes, Norm, Met>(rows, weight, col, nullptr, wdy_xhat, wdy,
                                                      kGrads ? grads.from(col) : grads);
     }
@@ -140,6 +141,7 @@ FUSED_OP_CPU_INLINE void write_dx(const RowIn<X, A>& row, const A* weight, const
                                   const RowIn<X, A>& next) {
   std::int64_t col = 0;
   for (; col + kLanes <= cols; col += kLanes) {
+    stay_scalar<kLanes>();
     prefetch_pack<kLanes>(next.x + col);
     prefetch_pack<kLanes>(next.dy + col);
     dx_pack<kLanes, Norm, kAdds>(row, weight, dsum, col, pullback, dx);
@@ -242,9 +244,26 @@ __attribute__((noinline)) void add_narrow_grads_of_bias(const A* dy, std::int64_
   }
 }
 
+template <int kLanes, typename A>
+FUSED_OP_CPU_SHARED void add_tail(const A* __restrict tail, A* __restrict last) {
+#pragma omp simd
+  for (int j = 0; j < kLanes; ++j) {  // skipped columns are 0
+    last[j] += tail[j];
+  }
+}
+
+template <typename A>
+FUSED_OP_CPU_SHARED bool has_tiny(const A* rstd, std::int64_t count) {
+  bool found = false;
+  for (std::int64_t i = 0; i < count; ++i) {
+    found = found || rstd[i] < Limits<A>::kTinyRstd;
+  }
+  return found;
+}
+
 // x̂ of a row, in its place.
 template <typename Norm, typename A>
-void normalize_row(const Normalizer<A> normalizer, std::int64_t cols, A* x) {
+FUSED_OP_CPU_SHARED void normalize_row(const Normalizer<A> normalizer, std::int64_t cols, A* x) {
   for (std::int64_t col = 0; col < cols; ++col) {
     x[col] = Norm::normalized(x[col], normalizer);
   }
@@ -252,8 +271,8 @@ void normalize_row(const Normalizer<A> normalizer, std::int64_t cols, A* x) {
 
 // Recovers x̂ of a row that holds the output.
 template <typename A>
-void recover_xhat(const A* __restrict weight, const A* __restrict bias, std::int64_t cols,
-                  A* __restrict x) {
+FUSED_OP_CPU_SHARED void recover_xhat(const A* __restrict weight, const A* __restrict bias,
+                                      std::int64_t cols, A* __restrict x) {
   for (std::int64_t col = 0; col < cols; ++col) {
     const A smallest = std::copysign(static_cast<A>(kSmallestWeight), weight[col]);
     const bool is_small = std::abs(weight[col]) < static_cast<A>(kSmallestWeight);

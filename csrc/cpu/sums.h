@@ -36,6 +36,15 @@ FUSED_OP_CPU_INLINE double fold(const A (&lanes)[kLanes]) {
   }
 }
 
+// In loops over packs. One lane takes only rows that are rare, and narrow ones. Compilers would
+// vectorise these loops all the same, with checks of what overlaps, to up to five times the code.
+template <int kLanes>
+FUSED_OP_CPU_INLINE void stay_scalar() {
+  if constexpr (kLanes == 1) {
+    asm volatile("");
+  }
+}
+
 // A row is processed in packs of kLanes columns. If they do not divide the row, the last pack ends
 // at the end of the row and skips the columns of the pack before it: a mask makes them zeros. Every
 // loop then has kLanes steps. (Compilers turn a condition on the lane into scalar code.)
@@ -175,6 +184,7 @@ FUSED_OP_CPU_INLINE void add_deviations(const X* x, std::int64_t cols, A scale, 
       std::fill_n(squares, kLanes, A(0));
     }
     for (; i + kLanes <= last; i += kLanes) {
+      stay_scalar<kLanes>();
       add_pack<kLanes, kSum, false>(x + i, scale, center, nullptr, sums, squares);
     }
     if (i < last) {

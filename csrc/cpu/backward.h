@@ -60,8 +60,8 @@ class Backward {
 
   void run_rows(std::int64_t first_row, std::int64_t last_row, A* sums) {
     const std::int64_t tile_rows = std::max<std::int64_t>(kAtOnce, rows_of_tile(cols_));
-    if (wants_grads_) {
-      begin_grads(sums);
+    if (wants_grads_ || kNarrow) {
+      begin_grads(wants_grads_ ? sums : unread_);
     }
     for (std::int64_t row = first_row; row < last_row; row += tile_rows) {
       run_some({row, std::min(tile_rows, last_row - row), 0, cols_});
@@ -128,7 +128,7 @@ class Backward {
   }
 
   // Rows of 16 bits are read in place; run_backward() checks that they can be.
-  View<X> read_x(const Tile& tile, bool is_xhat) {
+  __attribute__((noinline)) View<X> read_x(const Tile& tile, bool is_xhat) {
     if constexpr (!std::is_same_v<X, A>) {
       return view_tile<X>(args_.x, tile);
     } else if (!is_xhat) {
@@ -147,7 +147,7 @@ class Backward {
       return {x_, tile.cols};
     }
   }
-  View<X> read_dy(const Tile& tile) {
+  __attribute__((noinline)) View<X> read_dy(const Tile& tile) {
     if constexpr (!std::is_same_v<X, A>) {
       return view_tile<X>(args_.grad_output, tile);
     } else if (!drops_output_) {
@@ -174,6 +174,8 @@ class Backward {
   void with_met(const Function& function) {
     if (wants_grads_) {
       with_rounding<X>(args_.rounding, args_.grad_input.dtype, function);
+    } else if constexpr (kNarrow) {  // summed, and not read
+      function(Exact());
     } else {
       function(Unwanted());
     }
@@ -330,6 +332,7 @@ class Backward {
   Parameter<A> weight_, bias_;
   ParameterGrads<A> grads_;  // of the chunk
   A tail_weight_[kLanes], tail_bias_[kLanes];
+  A unread_[kNarrow ? 6 : 1];
   A* const x_ = tile_buffer<A>(0);
   A* const dy_ = tile_buffer<A>(1);
   A* const dsum_ = tile_buffer<A>(2);

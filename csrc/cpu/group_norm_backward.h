@@ -102,6 +102,37 @@ FUSED_OP_CPU_INLINE void pull_back_channels(const X* x, const D* dn, std::int64_
   }
 }
 
+// What the two passes do with a piece. `sums` and `products` are those of its first channel,
+// `parts` apart.
+template <typename X, typename D, typename A>
+FUSED_OP_CPU_SHARED void add_piece(const GroupPiece& piece, bool of_one_pixel,
+                                   const Normalizer<A>& normalizer, const X* x, const D* dn,
+                                   std::int64_t parts, double* sums, double* products) {
+  if (of_one_pixel) {
+    store_sums(x, dn, piece.channels, normalizer, sums, products);
+    return;
+  }
+  for (std::int64_t c = 0; c < piece.channels; ++c) {
+    const std::int64_t first = c * piece.pixels;
+    const ChannelSums found = add_pixels(x + first, dn + first, piece.pixels, normalizer);
+    sums[c * parts] += found.dn;
+    products[c * parts] += found.dn_xhat;
+  }
+}
+template <typename X, typename D, typename A, typename Y>
+FUSED_OP_CPU_SHARED void pull_back_piece(const GroupPiece& piece, const Normalizer<A>& normalizer,
+                                         const GroupMeans<A>& means, const A* factors, const X* x,
+                                         const D* dn, Y* dx) {
+  if (piece.pixels == 1) {
+    pull_back_channels(x, dn, piece.channels, factors, normalizer, means, dx);
+    return;
+  }
+  for (std::int64_t c = 0; c < piece.channels; ++c) {
+    const std::int64_t first = c * piece.pixels;
+    pull_back(x + first, dn + first, piece.pixels, factors[c], normalizer, means, dx + first);
+  }
+}
+
 template <typename E, typename A>
 class GroupBackward {
  public:
@@ -133,7 +164,8 @@ class GroupBackward {
       sums_[at] = products_[at] = 0;
     }
     for_gradients(chunk, false, [&](const GroupPiece& piece, const auto* x, const auto* dn) {
-      add_piece(piece, first_sum + piece.channel * parts, normalizer, x, dn);
+      const std::int64_t at = first_sum + piece.channel * parts;
+      add_piece(piece, args_.pixels == 1, normalizer, x, dn, parts, sums_ + at, products_ + at);
     });
   }
 
@@ -170,7 +202,10 @@ class GroupBackward {
                               static_cast<A>(saved[1]) * normalizer.true_rstd()};
     E* const grad_input = static_cast<E*>(args_.grad_input) + first_of(chunk);
     for_gradients(chunk, true, [&](const GroupPiece& piece, const auto* x, const auto* dn) {
-      write_dx(piece, normalizer, means, x, dn, grad_input + piece.offset);
+      E* const to = grad_input + piece.offset;
+      auto* const dx = result_piece(to, piece_buffer<A>(10));
+      pull_back_piece(piece, normalizer, means, factors_.factor, x, dn, dx);
+      write_piece<A>(dx, to, piece.elements());
     });
   }
 
@@ -200,42 +235,6 @@ class GroupBackward {
                  ? nullptr
                  : kept_.get() + (first_of(chunk) - chunk.group * elements_) + piece.offset;
     }
-  }
-
-  // What is done with a piece. Not inlined: for_gradients() calls it in three places.
-  template <typename X, typename D>
-  __attribute__((noinline)) void add_piece(const GroupPiece& piece, std::int64_t first_sum,
-                                           const Normalizer<A>& normalizer, const X* x,
-                                           const D* dn) const {
-    const std::int64_t parts = chunks_.parts();
-    double* const sums = sums_ + first_sum;
-    double* const products = products_ + first_sum;
-    if (args_.pixels == 1) {
-      store_sums(x, dn, piece.channels, normalizer, sums, products);
-      return;
-    }
-    for (std::int64_t c = 0; c < piece.channels; ++c) {
-      const std::int64_t first = c * piece.pixels;
-      const ChannelSums found = add_pixels(x + first, dn + first, piece.pixels, normalizer);
-      sums[c * parts] += found.dn;
-      products[c * parts] += found.dn_xhat;
-    }
-  }
-  template <typename X, typename D>
-  __attribute__((noinline)) void write_dx(const GroupPiece& piece, const Normalizer<A>& normalizer,
-                                          const GroupMeans<A>& means, const X* x, const D* dn,
-                                          E* to) const {
-    auto* const dx = result_piece(to, piece_buffer<A>(10));
-    if (piece.pixels == 1) {
-      pull_back_channels(x, dn, piece.channels, factors_.factor, normalizer, means, dx);
-    } else {
-      for (std::int64_t c = 0; c < piece.channels; ++c) {
-        const std::int64_t first = c * piece.pixels;
-        pull_back(x + first, dn + first, piece.pixels, factors_.factor[c], normalizer, means,
-                  dx + first);
-      }
-    }
-    write_piece<A>(dx, to, piece.elements());
   }
 
   // Calls function(piece, x, dn) for the pieces of a chunk.

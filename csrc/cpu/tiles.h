@@ -66,7 +66,8 @@ View<E> view_tile(const ConstRows& rows, const Tile& tile) {
 }
 
 template <typename A>
-View<A> read_tile(const ConstRows& rows, const Tile& tile, A* buffer, bool dense = false) {
+FUSED_OP_CPU_SHARED View<A> read_tile(const ConstRows& rows, const Tile& tile, A* buffer,
+                                      bool dense = false) {
   if (lies_ready(rows, kDTypeOf<A>) && (!dense || rows.stride == tile.cols)) {
     return view_tile<A>(rows, tile);
   }

@@ -14,13 +14,15 @@ struct BackwardRange {
   std::int64_t first;
   std::int64_t last;
   bool of_chunks;
-  void* sums = nullptr;  // of rows: [kGrads, cols], if the gradients of the parameters are wanted
+  void* sums =
+      nullptr;  // of rows: [grads_of(kind), cols], if the gradients of the parameters are wanted
 };
 
 // X as in Forward.
-template <int kLanes, int kCols, typename Norm, typename A, typename X>
+template <int kLanes, typename Norm, typename A, typename X>
 class Backward {
-  static constexpr bool kMayBeLong = kCols == 0 && kLanes * sizeof(A) >= 64;
+  static constexpr bool kMayBeLong = kLanes * sizeof(A) >= 64;
+  static constexpr bool kNarrow = kLanes == 1;
   // Rows whose sums stay in registers together. One lane takes only rows that are rare.
   static constexpr int kAtOnce = kLanes > 1 ? FUSED_OP_CPU_ROWS : 1;
 
@@ -31,6 +33,7 @@ class Backward {
         drops_output_(call.dropout.active && !call.drops_input),
         wants_dx_(call.grad_input.data != nullptr || call.grad_residual.data != nullptr),
         wants_grads_(call.grad_weight != nullptr || call.grad_bias != nullptr),
+        sums_bias_(wants_grads_ && call.kind == NormKind::kBiasedRmsNorm),
         is_direct_(call.grad_input.data != nullptr && call.grad_input.dtype == kDTypeOf<X> &&
                    !call.drops_input && call.grad_residual.data == nullptr),
         weight_(call.weight, call.param_dtype, cols_, A(1)),
@@ -45,7 +48,7 @@ class Backward {
     for (std::int64_t chunk = range.first; chunk < range.last; ++chunk) {
       A* sums = nullptr;
       if (wants_grads_) {
-        sums = static_cast<A*>(args_.workspace) + chunk * Norm::kGrads * cols_;
+        sums = static_cast<A*>(args_.workspace) + chunk * grads_of(args_.kind) * cols_;
       }
       run_rows(args_.rows * chunk / chunks, args_.rows * (chunk + 1) / chunks, sums);
     }
@@ -53,12 +56,12 @@ class Backward {
 
  private:
   // The instance that takes every row, also those that the others cannot.
-  using General = Backward<kLanes, 0, Norm, A, A>;
+  using General = Backward<kLanes, Norm, A, A>;
 
   void run_rows(std::int64_t first_row, std::int64_t last_row, A* sums) {
     const std::int64_t tile_rows = std::max<std::int64_t>(kAtOnce, rows_of_tile(cols_));
-    if (wants_grads_) {
-      begin_grads(sums);
+    if (wants_grads_ || kNarrow) {
+      begin_grads(wants_grads_ ? sums : unread_);
     }
     for (std::int64_t row = first_row; row < last_row; row += tile_rows) {
       run_some({row, std::min(tile_rows, last_row - row), 0, cols_});
@@ -68,39 +71,34 @@ class Backward {
     }
   }
   void begin_grads(A* sums) {
-    grads_ = {sums, Norm::kHasBias ? sums + cols_ : sums};
-    std::fill_n(sums, Norm::kGrads * cols_, A(0));
+    const int count = grads_of(args_.kind);
+    grads_ = {sums, sums + (count - 1) * cols_};
+    std::fill_n(sums, count * cols_, A(0));
     std::fill_n(tail_weight_, kLanes, A(0));
     std::fill_n(tail_bias_, kLanes, A(0));
   }
   void end_grads() {
     const ParameterGrads<A> last = grads_.from(cols_ - kLanes);
-    for (int j = 0; j < kLanes; ++j) {  // skipped columns are 0
-      last.weight[j] += tail_weight_[j];
-      if (Norm::kHasBias) {
-        last.bias[j] += tail_bias_[j];
-      }
+    add_tail<kLanes>(tail_weight_, last.weight);
+    if (Norm::kHasBias) {
+      add_tail<kLanes>(tail_bias_, last.bias);
     }
   }
 
   void run_some(const Tile& tile) {
     if constexpr (!std::is_same_v<Backward, General>) {
-      if (has_tiny_rstd(tile) || (kCols > 0 && (!wants_dx_ || args_.x_is_output))) {
+      if (has_tiny_rstd(tile)) {
         run_general(tile);
         return;
       }
     }
-    if constexpr (kMayBeLong) {
-      if (is_long(cols_)) {
-        run_long_rows(tile);
+    if constexpr (kNarrow) {
+      if (wants_dx_ && !args_.x_is_output && !has_tiny_rstd(tile)) {
+        run_narrow(tile);
         return;
       }
     }
-    if constexpr (kCols > 0) {
-      run_narrow(tile);
-    } else {
-      run_tile(tile);
-    }
+    run_tile(tile);
   }
   __attribute__((noinline)) void run_general(const Tile& tile) {
     General general(args_);
@@ -117,11 +115,8 @@ class Backward {
   }
   // Whether the values of a row of the tile are so large that x - mean might overflow.
   bool has_tiny_rstd(const Tile& tile) const {
-    bool found = false;
-    for (std::int64_t r = 0; r < tile.rows; ++r) {
-      found = found || saved(tile.row + r).rstd < Limits<A>::kTinyRstd;
-    }
-    return found;
+    const A* const rstd = static_cast<const A*>(args_.stats) + (Norm::kStats - 1) * args_.rows;
+    return has_tiny(rstd + tile.row, tile.rows);
   }
   // Whether the rows are turned into x̂ before the passes over them.
   bool holds_xhat(const Tile& tile) const {
@@ -133,11 +128,11 @@ class Backward {
   }
 
   // Rows of 16 bits are read in place; run_backward() checks that they can be.
-  View<X> read_x(const Tile& tile, bool is_xhat) {
+  __attribute__((noinline)) View<X> read_x(const Tile& tile, bool is_xhat) {
     if constexpr (!std::is_same_v<X, A>) {
       return view_tile<X>(args_.x, tile);
     } else if (!is_xhat) {
-      return read_tile(args_.x, tile, x_, kCols > 0);
+      return read_tile(args_.x, tile, x_, kNarrow);
     } else {
       copy_tile(args_.x, tile, x_);
       for (std::int64_t r = 0; r < tile.rows; ++r) {
@@ -152,11 +147,11 @@ class Backward {
       return {x_, tile.cols};
     }
   }
-  View<X> read_dy(const Tile& tile) {
+  __attribute__((noinline)) View<X> read_dy(const Tile& tile) {
     if constexpr (!std::is_same_v<X, A>) {
       return view_tile<X>(args_.grad_output, tile);
     } else if (!drops_output_) {
-      return read_tile(args_.grad_output, tile, dy_, kCols > 0);
+      return read_tile(args_.grad_output, tile, dy_, kNarrow);
     } else {
       copy_tile(args_.grad_output, tile, dy_);
       drop_tile(args_.dropout, tile, dy_);
@@ -170,7 +165,7 @@ class Backward {
     if constexpr (!std::is_same_v<X, A>) {
       return view_tile<X>(args_.grad_sum, tile);
     } else {
-      return read_tile(args_.grad_sum, tile, dsum_, kCols > 0);
+      return read_tile(args_.grad_sum, tile, dsum_, kNarrow);
     }
   }
 
@@ -179,6 +174,8 @@ class Backward {
   void with_met(const Function& function) {
     if (wants_grads_) {
       with_rounding<X>(args_.rounding, args_.grad_input.dtype, function);
+    } else if constexpr (kNarrow) {  // summed, and not read
+      function(Exact());
     } else {
       function(Unwanted());
     }
@@ -217,7 +214,8 @@ class Backward {
     write_tile(dx_, args_.grad_input.data, args_.grad_input.dtype, tile, cols_);
   }
 
-  // The two passes over the rows of a tile. Not inlined: run_tile() and run_long_rows() share them.
+  // The two passes over the rows of a tile. Not inlined: their copies in run_tile() would
+  // cost compile time.
   template <typename Met>
   __attribute__((noinline)) void add_up(const Tile& tile, const View<X>& x, const View<X>& dy,
                                         bool is_xhat, PullbackTotals* totals) {
@@ -232,6 +230,11 @@ class Backward {
     for (; r < tile.rows; ++r) {
       const RowIn<X, A> one[1] = {row(r)};
       add<Met>(one, tile.col, tile.cols, totals + r);
+    }
+  }
+  void add_bias(const Tile& tile, const View<X>& dy) {
+    if (!Norm::kHasBias && sums_bias_) {
+      add_grads_of_bias<kLanes>(dy, tile.rows, tile.cols, grads_.bias + tile.col);
     }
   }
   // What is read after a row lies `ahead` rows further on.
@@ -249,23 +252,44 @@ class Backward {
                                     tile.cols, dx + r * cols_, next);
     }
   }
-  void write(const Tile& tile, const View<X>& x, const View<X>& dy, bool is_xhat,
-             const PullbackTotals* totals, std::int64_t ahead) {
+  __attribute__((noinline)) void write(const Tile& tile, const View<X>& x, const View<X>& dy,
+                                       bool is_xhat, const PullbackTotals* totals,
+                                       std::int64_t ahead) {
     const View<X> dsum = read_dsum(tile);
     dsum.first == nullptr ? pull_back<false>(tile, x, dy, dsum, is_xhat, totals, ahead)
                           : pull_back<true>(tile, x, dy, dsum, is_xhat, totals, ahead);
     finish(tile);
   }
 
-  void run_tile(const Tile& tile) {
+  // Computes long rows in parts, which are read again for dx.
+  __attribute__((noinline)) void run_tile(const Tile& tile) {
     const bool is_xhat = holds_xhat(tile);
-    const View<X> x = read_x(tile, is_xhat);
-    const View<X> dy = read_dy(tile);
+    const bool in_parts = kMayBeLong && is_long(cols_);
     PullbackTotals totals[kTileRows];
     std::fill_n(totals, tile.rows, PullbackTotals{0, 0});
-    with_met([&]<typename Met>(Met) { add_up<Met>(tile, x, dy, is_xhat, totals); });
-    if (wants_dx_) {
-      write(tile, x, dy, is_xhat, totals, tile.rows);
+    for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
+      count = in_parts ? piece(col, cols_, kTileCols) : cols_;
+      const Tile part{tile.row, tile.rows, col, count};
+      const View<X> x = read_x(part, is_xhat);
+      const View<X> dy = read_dy(part);
+      with_met([&]<typename Met>(Met) { add_up<Met>(part, x, dy, is_xhat, totals); });
+      add_bias(part, dy);
+      if (!in_parts && wants_dx_) {
+        write(part, x, dy, is_xhat, totals, tile.rows);
+      }
+    }
+    for (std::int64_t r = 0; in_parts && wants_dx_ && r < tile.rows; ++r) {
+      write_long_row({tile.row + r, 1, 0, cols_}, is_xhat, totals + r, tile.rows);
+    }
+  }
+  void write_long_row(const Tile& row, bool is_xhat, const PullbackTotals* totals,
+                      std::int64_t ahead) {
+    for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
+      count = piece(col, cols_, kTileCols);
+      const Tile part{row.row, 1, col, count};
+      const View<X> x = read_x(part, is_xhat);
+      const View<X> dy = read_dy(part);
+      write(part, x, dy, is_xhat, totals, ahead);
     }
   }
 
@@ -280,38 +304,22 @@ class Backward {
     const A* const weight = weight_.from(0, cols_);
     A* const dx = dx_of(tile);
     with_met([&]<typename Met>(Met) {
-      backward_narrow<kCols, Norm, Met>(x, dy, weight, mean, rstd, tile.rows, inverse_divisor(), dx,
-                                        grads_);
+      with_narrow(cols_, [&]<int kCols>() {
+        backward_narrow<kCols, Norm, Met>(x, dy, weight, mean, rstd, tile.rows, inverse_divisor(),
+                                          dx, grads_);
+      });
     });
+    if (!Norm::kHasBias && sums_bias_) {
+      with_narrow(
+          cols_, [&]<int kCols>() { add_narrow_grads_of_bias<kCols>(dy, tile.rows, grads_.bias); });
+    }
     if (dsum != nullptr) {
       add_to_rows(dsum, tile.rows * cols_, dx);
     }
     finish(tile);
   }
 
-  // Computes long rows in parts, which are read again for dx.
-  __attribute__((noinline)) void run_long_rows(const Tile& tile) {
-    const bool is_xhat = holds_xhat(tile);
-    PullbackTotals totals[kAtOnce] = {};
-    for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
-      count = piece(col, cols_, kTileCols);
-      const Tile part{tile.row, tile.rows, col, count};
-      const View<X> x = read_x(part, is_xhat);
-      const View<X> dy = read_dy(part);
-      with_met([&]<typename Met>(Met) { add_up<Met>(part, x, dy, is_xhat, totals); });
-    }
-    for (std::int64_t r = 0; wants_dx_ && r < tile.rows; ++r) {
-      for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
-        count = piece(col, cols_, kTileCols);
-        const Tile part{tile.row + r, 1, col, count};
-        const View<X> x = read_x(part, is_xhat);
-        const View<X> dy = read_dy(part);
-        write(part, x, dy, is_xhat, totals + r, tile.rows);
-      }
-    }
-  }
-
-  template <int, int, typename, typename, typename>
+  template <int, typename, typename, typename>
   friend class Backward;
 
   const NormBackwardArgs& args_;
@@ -319,10 +327,12 @@ class Backward {
   const bool drops_output_;
   const bool wants_dx_;
   const bool wants_grads_;
+  const bool sums_bias_;  // in a pass of its own: of an RMS norm
   const bool is_direct_;  // dx is written as it is computed
   Parameter<A> weight_, bias_;
   ParameterGrads<A> grads_;  // of the chunk
   A tail_weight_[kLanes], tail_bias_[kLanes];
+  A unread_[kNarrow ? 6 : 1];
   A* const x_ = tile_buffer<A>(0);
   A* const dy_ = tile_buffer<A>(1);
   A* const dsum_ = tile_buffer<A>(2);
@@ -338,9 +348,9 @@ inline void run_backward(const NormBackwardArgs& args, const BackwardRange& rang
                         !is_ready(args.grad_sum) || args.x_is_output || args.dropout.active ||
                         args.grad_residual.data != nullptr ||
                         (wants_dx && args.grad_input.dtype != args.dtype);
-  const auto run = [&]<int kLanes, int kCols, typename Norm, typename A>() {
+  const auto run = [&]<int kLanes, typename Norm, typename A>() {
     const auto run_elements = [&]<typename X>() {
-      Backward<(kLanes > 8 ? kLanes / 2 : kLanes), kCols, Norm, A, X>(args).run(range);
+      Backward<(kLanes > 8 ? kLanes / 2 : kLanes), Norm, A, X>(args).run(range);
     };
     with_elements<kLanes, A>(converts ? kDTypeOf<A> : args.dtype, run_elements);
   };

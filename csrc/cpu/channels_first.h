@@ -12,10 +12,7 @@
 
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
-// Channels whose terms are added in A; totals are double.
-constexpr std::int64_t kSumChannels = 32;
-
-template <typename Norm, int kLanes, typename E, typename A>
+template <typename Norm, int kLanes, typename A>
 class ChannelsFirstForward {
  public:
   explicit ChannelsFirstForward(const ChannelsFirstForwardArgs& call)
@@ -24,8 +21,9 @@ class ChannelsFirstForward {
   void run(std::int64_t first_tile, std::int64_t last_tile) {
     for (std::int64_t number = first_tile; number < last_tile; ++number) {
       const PixelTile tile(number, kLanes, args_.cols, args_.pixels);
-      normalize(tile);
-      args_.silu ? apply<true>(tile) : apply<false>(tile);
+      Tile x(args_.input.data, args_.dtype, tile, args_.pixels);
+      normalize(tile, x);
+      apply(tile, x);
     }
   }
 
@@ -34,37 +32,38 @@ class ChannelsFirstForward {
     alignas(64) double sum[kLanes] = {};
     alignas(64) double squares[kLanes] = {};
   };
-  using Reader = PixelReader<kLanes, E, A>;
+  using Tile = Pixels<kLanes, A>;
 
   // Near enough to the mean of each pixel: a few channels tell where it is.
-  void find_centers(const PixelTile& tile, A (&centers)[kLanes]) const {
+  void find_centers(Tile& x, A (&centers)[kLanes]) const {
     std::fill_n(centers, kLanes, A(0));
     if constexpr (Norm::kCentered) {
-      Reader read(args_.input.data, tile, args_.pixels);
       const std::int64_t few = std::min<std::int64_t>(args_.cols, 16);
       const A part = A(1) / static_cast<A>(few);
       for (std::int64_t i = 0; i < few; ++i) {
-        const A* const x = read(i * args_.cols / few);
+        const std::int64_t channel = i * args_.cols / few;
+        x.load(channel, channel + 1);
+        const A* const values = x[channel];
 #pragma omp simd
         for (int j = 0; j < kLanes; ++j) {
-          centers[j] += x[j] * part;
+          centers[j] += values[j] * part;
         }
       }
     }
   }
 
-  void add_deviations(const PixelTile& tile, A scale, const A (&centers)[kLanes],
-                      PixelTotals& totals) const {
-    Reader read(args_.input.data, tile, args_.pixels);
-    for (std::int64_t first = 0; first < args_.cols; first += kSumChannels) {
-      const std::int64_t last = std::min(first + kSumChannels, args_.cols);
+  // Not inlined: pixels that need care share it.
+  __attribute__((noinline)) void add_deviations(Tile& x, A scale, const A (&centers)[kLanes],
+                                                PixelTotals& totals) const {
+    for_channels(args_.cols, [&](std::int64_t first, std::int64_t last) {
+      x.load(first, last);
       alignas(64) A sum[kLanes] = {};
       alignas(64) A squares[kLanes] = {};
       for (std::int64_t channel = first; channel < last; ++channel) {
-        const A* const x = read(channel);
+        const A* const values = x[channel];
 #pragma omp simd
         for (int j = 0; j < kLanes; ++j) {
-          const A deviation = x[j] * scale - centers[j];
+          const A deviation = values[j] * scale - centers[j];
           if (Norm::kCentered) {
             sum[j] += deviation;
           }
@@ -76,7 +75,7 @@ class ChannelsFirstForward {
         totals.sum[j] += static_cast<double>(sum[j]);
         totals.squares[j] += static_cast<double>(squares[j]);
       }
-    }
+    });
   }
 
   void finish(std::int64_t row, int lane, const Moments<A>& found, A scale) {
@@ -89,11 +88,11 @@ class ChannelsFirstForward {
     }
   }
 
-  void normalize(const PixelTile& tile) {
+  void normalize(const PixelTile& tile, Tile& x) {
     alignas(64) A centers[kLanes];
-    find_centers(tile, centers);
+    find_centers(x, centers);
     PixelTotals totals;
-    add_deviations(tile, A(1), centers, totals);
+    add_deviations(x, A(1), centers, totals);
     for (int j = 0; j < tile.count; ++j) {
       const Moments<A> found =
           moments_of(centers[j], {totals.sum[j], totals.squares[j]}, double_cols_);
@@ -113,10 +112,11 @@ class ChannelsFirstForward {
     PixelTile one = tile;
     one.first += lane;
     one.count = 1;
+    Tile x(args_.input.data, args_.dtype, one, args_.pixels);
     const auto measure = [&](A scale, A center) {
       alignas(64) A centers[kLanes] = {center};
       PixelTotals totals;
-      add_deviations(one, scale, centers, totals);
+      add_deviations(x, scale, centers, totals);
       return moments_of(center, {totals.sum[0], totals.squares[0]}, double_cols_, true);
     };
     A scale = A(1);
@@ -132,23 +132,24 @@ class ChannelsFirstForward {
     finish(tile.row + lane, lane, found, scale);
   }
 
-  template <bool kSilu>
-  void apply(const PixelTile& tile) {
-    Reader read(args_.input.data, tile, args_.pixels);
-    for (std::int64_t channel = 0; channel < args_.cols; ++channel) {
-      const A* const x = read(channel);
-      const A weight = parameters_.weight(channel);
-      const A bias = parameters_.bias(channel);
-      alignas(64) A xhat[kLanes], y[kLanes], slope[kLanes];
-      normalize_pixels<Norm, kLanes>(x, normalizers_.scale, normalizers_.mean, normalizers_.shift,
-                                     normalizers_.rstd, xhat);
-      affine_pixels<kLanes>(xhat, weight, bias, y);
-      if constexpr (kSilu) {
-        std::copy_n(y, kLanes, xhat);
-        activate<false>(xhat, kLanes, y, slope);
+  void apply(const PixelTile& tile, Tile& x) {
+    Tile output(args_.output.data, args_.dtype, tile, args_.pixels);
+    for_channels(args_.cols, [&](std::int64_t first, std::int64_t last) {
+      x.load(first, last);
+      output.take(first);
+      for (std::int64_t channel = first; channel < last; ++channel) {
+        A* const y = output[channel];
+        alignas(64) A xhat[kLanes], n[kLanes];
+        normalize_pixels<Norm, kLanes>(x[channel], normalizers_.scale, normalizers_.mean,
+                                       normalizers_.shift, normalizers_.rstd, xhat);
+        affine_pixels<kLanes>(xhat, parameters_.weight(channel), parameters_.bias(channel),
+                              args_.silu ? n : y);
+        if (args_.silu) {
+          silu(n, kLanes, y);
+        }
       }
-      write_pixels<kLanes, E>(y, args_.output.data, tile, args_.pixels, channel);
-    }
+      output.store(last);
+    });
   }
 
   const ChannelsFirstForwardArgs& args_;
@@ -157,7 +158,7 @@ class ChannelsFirstForward {
   PixelNormalizers<kLanes, A> normalizers_;
 };
 
-template <typename Norm, int kLanes, typename E, typename A>
+template <typename Norm, int kLanes, typename A>
 class ChannelsFirstBackward {
  public:
   explicit ChannelsFirstBackward(const ChannelsFirstBackwardArgs& call)
@@ -175,7 +176,7 @@ class ChannelsFirstBackward {
       for (std::int64_t number = chunk * tiles / chunks; number < (chunk + 1) * tiles / chunks;
            ++number) {
         const PixelTile tile(number, kLanes, args_.cols, args_.pixels);
-        args_.silu ? run_tile<true>(tile, sums.get()) : run_tile<false>(tile, sums.get());
+        run_tile(tile, sums.get());
       }
       if (sums_parameters_) {
         A* const partials = static_cast<A*>(args_.workspace) + chunk * count;
@@ -186,30 +187,28 @@ class ChannelsFirstBackward {
   }
 
  private:
-  using Reader = PixelReader<kLanes, E, A>;
+  using Tile = Pixels<kLanes, A>;
 
-  struct Pixels {
+  struct PixelMeans {
     alignas(64) A mean_wdy[kLanes];
     alignas(64) A along_xhat[kLanes];
     alignas(64) A rstd[kLanes];
   };
 
-  // Of a channel: x̂ and dn.
-  template <bool kSilu>
-  FUSED_OP_CPU_INLINE void normalize(const A* x, const A* dy, A weight, A bias, A (&xhat)[kLanes],
-                                     A (&dn)[kLanes]) const {
+  // Of a channel: x̂, and dn, which is in the buffer if it is not dy.
+  FUSED_OP_CPU_INLINE const A* normalize(const A* x, const A* dy, std::int64_t channel,
+                                         A (&xhat)[kLanes], A (&buffer)[kLanes]) const {
     normalize_pixels<Norm, kLanes>(x, normalizers_.scale, normalizers_.mean, normalizers_.shift,
                                    normalizers_.rstd, xhat);
-    std::copy_n(dy, kLanes, dn);
-    if constexpr (kSilu) {
-      alignas(64) A n[kLanes], value[kLanes], slope[kLanes];
-      affine_pixels<kLanes>(xhat, weight, bias, n);
-      activate<false>(n, kLanes, value, slope);
-      multiply(slope, kLanes, dn);
+    if (!args_.silu) {
+      return dy;
     }
+    alignas(64) A n[kLanes];
+    affine_pixels<kLanes>(xhat, parameters_.weight(channel), parameters_.bias(channel), n);
+    multiply_by_slope(dy, n, kLanes, buffer);
+    return buffer;
   }
 
-  template <bool kSilu>
   void run_tile(const PixelTile& tile, double* sums) {
     for (int j = 0; j < kLanes; ++j) {
       const bool is_there = j < tile.count;
@@ -217,45 +216,50 @@ class ChannelsFirstBackward {
       normalizers_.put(j, is_there ? Norm::saved(stats, tile.row + j, args_.rows).normalizer()
                                    : Normalizer<A>{A(1), A(0), A(0), A(0)});
     }
-    Reader read_x(args_.x.data, tile, args_.pixels);
-    Reader read_dy(args_.grad_output.data, tile, args_.pixels);
-    Pixels pixels;
+    Tile x(args_.x.data, args_.dtype, tile, args_.pixels);
+    Tile dy(args_.grad_output.data, args_.dtype, tile, args_.pixels);
+    PixelMeans pixels;
     if (sums_parameters_ || args_.grad_input.data != nullptr) {
-      add_up<kSilu>(read_x, read_dy, sums, pixels);
+      add_up(x, dy, sums, pixels);
     }
     if (args_.grad_input.data == nullptr) {
       return;
     }
-    for (std::int64_t channel = 0; channel < args_.cols; ++channel) {
-      const A weight = parameters_.weight(channel);
-      alignas(64) A xhat[kLanes], dn[kLanes], dx[kLanes];
-      normalize<kSilu>(read_x(channel), read_dy(channel), weight, parameters_.bias(channel), xhat,
-                       dn);
+    Tile grad_input(args_.grad_input.data, args_.dtype, tile, args_.pixels);
+    for_channels(args_.cols, [&](std::int64_t first, std::int64_t last) {
+      x.load(first, last);
+      dy.load(first, last);
+      grad_input.take(first);
+      for (std::int64_t channel = first; channel < last; ++channel) {
+        const A weight = parameters_.weight(channel);
+        alignas(64) A xhat[kLanes], buffer[kLanes];
+        const A* const dn = normalize(x[channel], dy[channel], channel, xhat, buffer);
+        A* const dx = grad_input[channel];
 #pragma omp simd
-      for (int j = 0; j < kLanes; ++j) {
-        const A wdy = dn[j] * weight;
-        const A centered = Norm::kCentered ? wdy - pixels.mean_wdy[j] : wdy;
-        dx[j] = multiply_add(-xhat[j], pixels.along_xhat[j], centered * pixels.rstd[j]);
+        for (int j = 0; j < kLanes; ++j) {
+          const A wdy = dn[j] * weight;
+          const A centered = Norm::kCentered ? wdy - pixels.mean_wdy[j] : wdy;
+          dx[j] = multiply_add(-xhat[j], pixels.along_xhat[j], centered * pixels.rstd[j]);
+        }
       }
-      write_pixels<kLanes, E>(dx, args_.grad_input.data, tile, args_.pixels, channel);
-    }
+      grad_input.store(last);
+    });
   }
 
   // The two sums of each pixel, as Pullback of core/norm_math.h has them, and those of each
   // channel.
-  template <bool kSilu>
-  void add_up(Reader& read_x, Reader& read_dy, double* sums, Pixels& pixels) const {
+  void add_up(Tile& x, Tile& dy, double* sums, PixelMeans& pixels) const {
     alignas(64) double totals[kLanes] = {};
     alignas(64) double products[kLanes] = {};
-    for (std::int64_t first = 0; first < args_.cols; first += kSumChannels) {
-      const std::int64_t last = std::min(first + kSumChannels, args_.cols);
+    for_channels(args_.cols, [&](std::int64_t first, std::int64_t last) {
+      x.load(first, last);
+      dy.load(first, last);
       alignas(64) A sum[kLanes] = {};
       alignas(64) A product[kLanes] = {};
       for (std::int64_t channel = first; channel < last; ++channel) {
         const A weight = parameters_.weight(channel);
-        alignas(64) A xhat[kLanes], dn[kLanes];
-        normalize<kSilu>(read_x(channel), read_dy(channel), weight, parameters_.bias(channel), xhat,
-                         dn);
+        alignas(64) A xhat[kLanes], buffer[kLanes];
+        const A* const dn = normalize(x[channel], dy[channel], channel, xhat, buffer);
         if (sums_parameters_) {
           add_parameters(xhat, dn, sums + channel);
         }
@@ -271,7 +275,7 @@ class ChannelsFirstBackward {
         totals[j] += static_cast<double>(sum[j]);
         products[j] += static_cast<double>(product[j]);
       }
-    }
+    });
     const double inverse = 1 / static_cast<double>(args_.cols);
     for (int j = 0; j < kLanes; ++j) {
       const Normalizer<A> normalizer = normalizers_[j];
@@ -280,15 +284,16 @@ class ChannelsFirstBackward {
       pixels.along_xhat[j] = static_cast<A>(products[j] * inverse) * pixels.rstd[j];
     }
   }
-  FUSED_OP_CPU_INLINE void add_parameters(const A (&xhat)[kLanes], const A (&dn)[kLanes],
+  FUSED_OP_CPU_INLINE void add_parameters(const A (&xhat)[kLanes], const A* dn,
                                           double* sums) const {
-    alignas(64) A products[kLanes];
+    alignas(64) A products[kLanes], ones[kLanes];
 #pragma omp simd
     for (int j = 0; j < kLanes; ++j) {
+      ones[j] = dn[j];
       products[j] = dn[j] * xhat[j];
     }
     sums[0] += static_cast<double>(add_lanes(products));
-    sums[args_.cols] += static_cast<double>(add_lanes(dn));
+    sums[args_.cols] += static_cast<double>(add_lanes(ones));
   }
 
   const ChannelsFirstBackwardArgs& args_;
@@ -297,19 +302,14 @@ class ChannelsFirstBackward {
   PixelNormalizers<kLanes, A> normalizers_;
 };
 
-// Calls function<Norm, kLanes, E, A>().
+// Calls function<Norm, kLanes, A>().
 template <typename Args, typename Function>
 void with_pixels(const Args& args, const Function& function) {
   const auto with_elements = [&]<typename Norm, int kLanes>() {
-    switch (args.dtype) {
-      case DType::kFloat16:
-        return function.template operator()<Norm, kLanes, Float16, float>();
-      case DType::kBFloat16:
-        return function.template operator()<Norm, kLanes, BFloat16, float>();
-      case DType::kFloat32:
-        return function.template operator()<Norm, kLanes, float, float>();
-      case DType::kFloat64:
-        return function.template operator()<Norm, kLanes, double, double>();
+    if (args.dtype == DType::kFloat64) {
+      function.template operator()<Norm, kLanes, double>();
+    } else {
+      function.template operator()<Norm, kLanes, float>();
     }
   };
   const auto with_lanes = [&]<typename Norm>() {
@@ -322,20 +322,20 @@ void with_pixels(const Args& args, const Function& function) {
   if (args.kind == NormKind::kLayerNorm) {
     with_lanes.template operator()<LayerNorm>();
   } else {
-    with_lanes.template operator()<BiasedRmsNorm>();
+    with_lanes.template operator()<RmsNorm>();
   }
 }
 
 inline void channels_first_forward(const ChannelsFirstForwardArgs& args, std::int64_t first_tile,
                                    std::int64_t last_tile) {
-  with_pixels(args, [&]<typename Norm, int kLanes, typename E, typename A>() {
-    ChannelsFirstForward<Norm, kLanes, E, A>(args).run(first_tile, last_tile);
+  with_pixels(args, [&]<typename Norm, int kLanes, typename A>() {
+    ChannelsFirstForward<Norm, kLanes, A>(args).run(first_tile, last_tile);
   });
 }
 inline void channels_first_backward(const ChannelsFirstBackwardArgs& args, std::int64_t first_chunk,
                                     std::int64_t last_chunk, std::int64_t chunks) {
-  with_pixels(args, [&]<typename Norm, int kLanes, typename E, typename A>() {
-    ChannelsFirstBackward<Norm, kLanes, E, A>(args).run(first_chunk, last_chunk, chunks);
+  with_pixels(args, [&]<typename Norm, int kLanes, typename A>() {
+    ChannelsFirstBackward<Norm, kLanes, A>(args).run(first_chunk, last_chunk, chunks);
   });
 }
 

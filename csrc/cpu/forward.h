@@ -1,21 +1,26 @@
 // Forward of a range of rows. Included only by a level: level.h.
 #pragma once
 
+#include "cpu/careful.h"
 #include "cpu/level.h"
 #include "cpu/sums.h"
 #include "cpu/tiles.h"
 
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
+template <typename Norm, typename Met>
+constexpr bool kAddsBias = Norm::kHasBias || std::is_same_v<Met, Biased>;
+
 template <int kLanes, typename Norm, typename Met, typename X, typename A>
 FUSED_OP_CPU_INLINE void affine_pack(const X* x, const A* weight, const A* bias,
                                      const Normalizer<A> normalizer, X* __restrict y) {
   const Pack<kLanes, X, A> values(x);
   const Pack<kLanes, A, A> weights(weight);
-  const Pack<Norm::kHasBias ? kLanes : 0, A, A> biases(bias);
+  constexpr bool kBias = kAddsBias<Norm, Met>;
+  const Pack<kBias ? kLanes : 0, A, A> biases(bias);
   const auto result = [&](int j) {
     const A xhat = Met()(Norm::normalized(values[j], normalizer));
-    return Norm::kHasBias ? multiply_add(xhat, weights[j], biases[j]) : xhat * weights[j];
+    return kBias ? multiply_add(xhat, weights[j], biases[j]) : xhat * weights[j];
   };
   store_results<kLanes, A>(result, y);
 }
@@ -26,6 +31,7 @@ FUSED_OP_CPU_INLINE void affine_packs(const X* x, const A* weight, const A* bias
                                       const X* next) {
   std::int64_t col = 0;
   for (; col + kLanes <= cols; col += kLanes) {
+    stay_scalar<kLanes>();
     prefetch_pack<kLanes>(next + col);
     affine_pack<kLanes, Norm, Met>(x + col, weight + col, bias + col, normalizer, y + col);
   }
@@ -60,20 +66,20 @@ FUSED_OP_CPU_INLINE void affine(const X* x, const A* weight, const A* bias,
 
 // The same for rows of kCols columns.
 template <int kCols, typename Norm, typename Met, typename A>
-FUSED_OP_CPU_INLINE void affine_rows(const A* __restrict x, const A* __restrict weight,
+FUSED_OP_CPU_SHARED void affine_rows(const A* __restrict x, const A* __restrict weight,
                                      const A* __restrict bias, const A* __restrict mean,
                                      const A* __restrict shift, const A* __restrict rstd,
                                      std::int64_t rows, A* __restrict y) {
+  constexpr bool kBias = kAddsBias<Norm, Met>;
   A weights[kCols], biases[kCols];
   std::copy_n(weight, kCols, weights);
-  std::copy_n(bias, Norm::kHasBias ? kCols : 0, biases);
+  std::copy_n(bias, kBias ? kCols : 0, biases);
 #pragma omp simd
   for (std::int64_t r = 0; r < rows; ++r) {
     const Normalizer<A> normalizer{A(1), mean[r], shift[r], rstd[r]};
     for (int c = 0; c < kCols; ++c) {
       const A xhat = Met()(Norm::normalized(x[r * kCols + c], normalizer));
-      y[r * kCols + c] =
-          Norm::kHasBias ? multiply_add(xhat, weights[c], biases[c]) : xhat * weights[c];
+      y[r * kCols + c] = kBias ? multiply_add(xhat, weights[c], biases[c]) : xhat * weights[c];
     }
   }
 }
@@ -102,19 +108,6 @@ __attribute__((noinline)) void add_residual(const NormForwardArgs& args, const T
   if (!is_direct) {
     write_tile(sum, args.sum, args.dtype, tile, args.cols);
   }
-}
-
-// In double, one rounding less than the GPU's product. Of fp16 outputs with rounding before the
-// weight, a share of 3.5e-5 then differs from PyTorch's operations at 1000 columns, instead
-// of 4.6e-5.
-template <typename Norm, typename A>
-FUSED_OP_CPU_INLINE Normalizer<A> normalizer_of_row(const Moments<A>& found, A scale,
-                                                    double inverse_divisor, A eps) {
-  const A mean_square = static_cast<A>(static_cast<double>(found.second) * inverse_divisor);
-  return Norm::normalizer(Moments<A>{found.mean, found.rest, mean_square}, scale, A(1), eps);
-}
-inline double inverse_divisor(const NormForwardArgs& args) {
-  return 1 / static_cast<double>(divisor(args.kind, args.cols));
 }
 
 // Computes normalisers and statistics from the moments of a tile. Returns how many rows need care.
@@ -150,9 +143,10 @@ __attribute__((noinline)) int normalize_rows(const NormForwardArgs& args, const 
 
 // Rows of type X are read and written in place. If X is the accumulator type, rows may have been
 // converted to it, and may have to be converted back.
-template <int kLanes, int kCols, typename Norm, typename A, typename X>
+template <int kLanes, typename Norm, typename A, typename X>
 class Forward {
-  static constexpr bool kMayBeLong = kCols == 0 && kLanes * sizeof(A) >= 64;
+  static constexpr bool kMayBeLong = kLanes * sizeof(A) >= 64;
+  static constexpr bool kNarrow = kLanes == 1;
 
  public:
   explicit Forward(const NormForwardArgs& call)
@@ -162,7 +156,7 @@ class Forward {
         drops_output_(call.dropout.active && call.sum == nullptr),
         is_direct_(call.output.dtype == kDTypeOf<X> && !drops_output_),
         weight_(call.weight, call.param_dtype, cols_, A(1)),
-        bias_(call.bias, call.param_dtype, Norm::kHasBias ? cols_ : 0, A(0)) {}
+        bias_(call.bias, call.param_dtype, grads_of(call.kind) == 2 ? cols_ : 0, A(0)) {}
 
   void run(std::int64_t first_row, std::int64_t last_row) {
     const std::int64_t tile_rows = rows_of_tile(cols_);
@@ -180,7 +174,7 @@ class Forward {
  private:
   View<X> read(const Tile& tile) {
     if constexpr (std::is_same_v<X, A>) {
-      return read_tile(source_, tile, x_, kCols > 0);
+      return read_tile(source_, tile, x_, kNarrow);
     } else {
       return view_tile<X>(source_, tile);
     }
@@ -192,53 +186,15 @@ class Forward {
       return A(0);
     }
     constexpr int kFew = std::min(kLanes, 16);
-    A first[kFew], last[kFew];
-    load_pack<kFew>(x, first);
-    load_pack<kFew>(x + cols - kFew, last);
+    const Pack<kFew, X, A> first(x), last(x + cols - kFew);
+    A halves[kFew];
 #pragma omp simd
     for (int j = 0; j < kFew; ++j) {
-      first[j] = (first[j] + last[j]) * A(0.5);
+      halves[j] = (first[j] + last[j]) * A(0.5);
     }
-    return add_lanes(first) / A(kFew);
+    return add_lanes(halves) / A(kFew);
   }
   static std::int64_t near_cols(std::int64_t cols) { return std::min(cols, kTileCols); }
-
-  // In one pass.
-  FUSED_OP_CPU_INLINE Totals deviations(std::int64_t row, const X* values, A scale, A center) {
-    Totals totals;
-    for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
-      count = piece(col, cols_, kSumCols);
-      const X* const part = values == nullptr ? read({row, 1, col, count}).first : values + col;
-      add_deviations<kLanes, Norm::kCentered>(part, count, scale, center, totals);
-    }
-    return totals;
-  }
-  // Of the rare rows that need care: one copy, which multiplies by the scale.
-  __attribute__((noinline)) Moments<A> moments_again(std::int64_t row, const X* values, A scale,
-                                                     A mean) {
-    return moments_of(mean, deviations(row, values, scale, mean), double_cols_, true);
-  }
-
-  // For a row whose center was far from its mean, or whose squares overflowed.
-  __attribute__((noinline)) Normalizer<A> careful_normalizer(std::int64_t row, const X* values,
-                                                             A mean) {
-    A scale = A(1);
-    Moments<A> found = moments_again(row, values, scale, mean);
-    if (needs_care(found.second)) {
-      scale = Limits<A>::kScale;
-      found = Moments<A>{};
-      for (int i = 0; i < (Norm::kCentered ? 3 : 1); ++i) {
-        found = moments_again(row, values, scale, found.mean);
-      }
-      unscale(found, scale);
-    }
-    const Normalizer<A> result =
-        normalizer_of_row<Norm>(found, scale, inverse_divisor(args_), static_cast<A>(args_.eps));
-    if (args_.stats != nullptr) {
-      Norm::save(result, found, static_cast<A*>(args_.stats), row, args_.rows);
-    }
-    return result;
-  }
 
   void put(std::int64_t r, const Moments<A>& found) {
     mean_[r] = found.mean;
@@ -247,12 +203,8 @@ class Forward {
   }
 
   // The moments of the rows of a tile, in passes over all of them, so that no row waits for its own
-  // sums.
-  void measure(const View<X>& x, std::int64_t rows) {
-    if constexpr (kCols > 0) {
-      measure_rows(x.first, rows, mean_, rest_, second_);
-      return;
-    }
+  // sums. Not inlined: ordinary and long rows share it.
+  __attribute__((noinline)) void measure(const View<X>& x, std::int64_t rows) {
     double sums[kTileRows], squares[kTileRows];
     for (std::int64_t r = 0; r < rows; ++r) {
       const X* const values = x.row(r);
@@ -267,8 +219,10 @@ class Forward {
       put(r, moments_of(mean_[r], {sums[r], squares[r]}, double_cols_));
     }
   }
-  static void measure_rows(const A* __restrict x, std::int64_t rows, A* __restrict mean,
-                           A* __restrict rest, A* __restrict second) {
+  template <int kCols>
+  FUSED_OP_CPU_SHARED static void measure_narrow(const A* __restrict x, std::int64_t rows,
+                                                 A* __restrict mean, A* __restrict rest,
+                                                 A* __restrict second) {
 #pragma omp simd
     for (std::int64_t r = 0; r < rows; ++r) {
       A row_mean = A(0);
@@ -297,8 +251,18 @@ class Forward {
   int normalize(const Tile& tile) {
     return normalize_rows<Norm>(args_, tile, mean_, rest_, second_, shift_, rstd_);
   }
-  FUSED_OP_CPU_INLINE Normalizer<A> normalizer_of(std::int64_t r) const {
-    return {A(1), mean_[r], shift_[r], rstd_[r]};
+  // Puts the normalisers of rows that need care in the places of theirs.
+  __attribute__((noinline)) void take_care(const Tile& tile) {
+    for (std::int64_t r = 0; r < tile.rows; ++r) {
+      Normalizer<A> normalizer{A(1), mean_[r], shift_[r], rstd_[r]};
+      if (needs_care(second_[r])) {
+        normalizer = careful_normalizer<kLanes, Norm>(args_, source_, tile.row + r, mean_[r]);
+      }
+      scale_[r] = normalizer.scale;
+      mean_[r] = normalizer.mean;
+      shift_[r] = normalizer.shift;
+      rstd_[r] = normalizer.rstd;
+    }
   }
 
   X* output_of(const Tile& tile) const {
@@ -323,67 +287,69 @@ class Forward {
       add_residual<A>(args_, tile);
     }
     const View<X> x = read(tile);
-    measure(x, tile.rows);
-    const int careful = normalize(tile);
-    if constexpr (kCols > 0) {
-      write_narrow(tile, x.first, careful);
+    if constexpr (kNarrow) {
+      run_narrow(tile, x.first);
     } else {
-      with_met([&]<typename Met>(Met) { write_rows<Met>(tile, x, careful); });
-      if (cols_ <= kTileCols) {
-        finish(tile);
-      }
+      run_rows(tile, x);
     }
   }
-  // Rows that need care are computed again, one by one.
-  void write_narrow(const Tile& tile, const A* x, int careful) {
+  void run_rows(const Tile& tile, const View<X>& x) {
+    measure(x, tile.rows);
+    const bool careful = normalize(tile) > 0;
+    if (careful) {
+      take_care(tile);
+    }
+    if (cols_ <= kTileCols) {
+      write(tile, x, careful);
+      return;
+    }
+    for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
+      count = piece(col, cols_, kTileCols);
+      write({tile.row, 1, col, count}, {x.first + col, x.stride}, careful);
+    }
+  }
+  void run_narrow(const Tile& tile, const A* x) {
+    with_narrow(cols_,
+                [&]<int kCols>() { measure_narrow<kCols>(x, tile.rows, mean_, rest_, second_); });
+    const int careful = normalize(tile);
     const A* const weight = weight_.from(0, cols_);
     const A* const bias = bias_.from(0, cols_);
     with_met([&]<typename Met>(Met) {
-      affine_rows<kCols, Norm, Met>(x, weight, bias, mean_, shift_, rstd_, tile.rows,
-                                    output_of(tile));
+      with_narrow(cols_, [&]<int kCols>() {
+        affine_rows<kCols, Norm, Met>(x, weight, bias, mean_, shift_, rstd_, tile.rows,
+                                      output_of(tile));
+      });
     });
     finish(tile);
     for (std::int64_t r = 0; careful > 0 && r < tile.rows; ++r) {
-      if (needs_care(second_[r])) {
-        Forward<1, 0, Norm, A, A>(args_).run(tile.row + r, tile.row + r + 1);
+      if (needs_care(second_[r])) {  // computed again, alone, in the place of row 0
+        const Tile row{tile.row + r, 1, 0, cols_};
+        run_rows(row, read(row));
       }
     }
   }
   template <typename Function>
   void with_met(const Function& function) {
+    if (!Norm::kHasBias && args_.kind == NormKind::kBiasedRmsNorm) {
+      return function(Biased());
+    }
     with_rounding<X>(args_.rounding, args_.input.dtype, function);
   }
+  // Of rows, or of a part of one. Not inlined: ordinary and long rows share it.
   template <typename Met>
-  FUSED_OP_CPU_INLINE void write_rows(const Tile& tile, const View<X>& x, int careful) {
+  __attribute__((noinline)) void write_rows(const Tile& tile, const View<X>& x, bool careful) {
+    const A* const weight = weight_.from(tile.col, tile.cols);
+    const A* const bias = bias_.from(tile.col, tile.cols);
     X* const output = output_of(tile);
-    const A* const weight = weight_.from(0, cols_);
-    const A* const bias = bias_.from(0, cols_);
     for (std::int64_t r = 0; r < tile.rows; ++r) {
-      Normalizer<A> normalizer = normalizer_of(r);
-      if (careful > 0 && needs_care(second_[r])) {
-        normalizer = careful_normalizer(tile.row + r, x.row(r), mean_[r]);
-      }
-      if (cols_ > kTileCols) {
-        write_row<Met>(tile.row + r, x.row(r), normalizer);
-      } else {
-        affine<kLanes, Norm, Met>(x.row(r), weight, bias, normalizer, cols_, output + r * cols_,
-                                  x.row(r + tile.rows));
-      }
+      const Normalizer<A> normalizer{careful ? scale_[r] : A(1), mean_[r], shift_[r], rstd_[r]};
+      affine<kLanes, Norm, Met>(x.row(r), weight, bias, normalizer, tile.cols, output + r * cols_,
+                                x.row(r + tile.rows));
     }
   }
-  template <typename Met>
-  void write_row(std::int64_t row, const X* x, const Normalizer<A>& normalizer) {
-    for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
-      count = piece(col, cols_, kTileCols);
-      write_part<Met>({row, 1, col, count}, x + col, normalizer, x + cols_ + col);
-    }
-  }
-  template <typename Met>
-  __attribute__((noinline)) void write_part(const Tile& part, const X* x,
-                                            const Normalizer<A>& normalizer, const X* next) {
-    affine<kLanes, Norm, Met>(x, weight_.from(part.col, part.cols), bias_.from(part.col, part.cols),
-                              normalizer, part.cols, output_of(part), next);
-    finish(part);
+  __attribute__((noinline)) void write(const Tile& tile, const View<X>& x, bool careful) {
+    with_met([&]<typename Met>(Met) { write_rows<Met>(tile, x, careful); });
+    finish(tile);
   }
 
   // Computes a long row in parts, which are read again for each pass.
@@ -392,21 +358,22 @@ class Forward {
       count = piece(col, cols_, kTileCols);
       add_residual<A>(args_, {row, 1, col, count});
     }
-    const X* const values =
-        lies_ready(source_, kDTypeOf<X>) ? read({row, 1, 0, cols_}).first : nullptr;
-    const std::int64_t near = near_cols(cols_);
-    const A center = center_of(values == nullptr ? read({row, 1, 0, near}).first : values, near);
-    put(0, moments_of(center, deviations(row, values, A(1), center), double_cols_));
-    const bool careful = normalize({row, 1, 0, cols_}) > 0;
-    const Normalizer<A> normalizer =
-        careful ? careful_normalizer(row, values, mean_[0]) : normalizer_of(0);
+    const Tile whole{row, 1, 0, cols_};
+    if (lies_ready(source_, kDTypeOf<X>)) {
+      measure(view_tile<X>(source_, whole), 1);
+    } else {
+      const A center = center_of(read({row, 1, 0, near_cols(cols_)}).first, near_cols(cols_));
+      const Totals totals = deviations_of_row<kLanes, Norm>(source_, row, cols_, A(1), center);
+      put(0, moments_of(center, totals, double_cols_));
+    }
+    const bool careful = normalize(whole) > 0;
+    if (careful) {
+      take_care(whole);
+    }
     for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
       count = piece(col, cols_, kTileCols);
       const Tile part{row, 1, col, count};
-      const X* const x = read(part).first;
-      with_met([&]<typename Met>(Met) {
-        write_part<Met>(part, x, normalizer, values == nullptr ? x : x + cols_);
-      });
+      write(part, read(part), careful);
     }
   }
 
@@ -421,15 +388,16 @@ class Forward {
   A* const y_ = tile_buffer<A>(1);
   // One for each row of the tile.
   A mean_[kTileRows], rest_[kTileRows], second_[kTileRows], shift_[kTileRows], rstd_[kTileRows];
+  A scale_[kTileRows];  // only if a row of the tile needs care
 };
 
 inline void forward(const NormForwardArgs& args, std::int64_t first_row, std::int64_t last_row) {
   const bool adds = args.sum != nullptr;
   const bool converts = (!adds && !lies_ready(args.input, args.dtype)) ||
                         (!adds && args.dropout.active) || args.output.dtype != args.dtype;
-  const auto run = [&]<int kLanes, int kCols, typename Norm, typename A>() {
+  const auto run = [&]<int kLanes, typename Norm, typename A>() {
     const auto run_elements = [&]<typename X>() {
-      Forward<kLanes, kCols, Norm, A, X>(args).run(first_row, last_row);
+      Forward<kLanes, Norm, A, X>(args).run(first_row, last_row);
     };
     with_elements<kLanes, A>(converts ? kDTypeOf<A> : args.dtype, run_elements);
   };

@@ -54,12 +54,32 @@ FUSED_OP_CPU_INLINE Activation<double> activation_of(double z) {
 }
 
 template <bool kSigmoid, typename A>
-void activate(const A* __restrict z, std::int64_t count, A* __restrict value, A* __restrict slope) {
+FUSED_OP_CPU_SHARED void activate(const A* __restrict z, std::int64_t count, A* __restrict value,
+                                  A* __restrict slope) {
 #pragma omp simd
   for (std::int64_t j = 0; j < count; ++j) {
     const Activation<A> at = activation_of<kSigmoid>(z[j]);
     value[j] = at.value;
     slope[j] = at.slope;
+  }
+}
+
+// SiLU behind a norm over channels.
+template <typename A, typename Y>
+FUSED_OP_CPU_SHARED void silu(const A* __restrict n, std::int64_t count, Y* __restrict y) {
+#pragma omp simd
+  for (std::int64_t j = 0; j < count; ++j) {
+    y[j] = rounded<Y>(activation_of<false>(n[j]).value);
+  }
+}
+
+// dn = dy · silu'(n)
+template <typename D, typename A>
+FUSED_OP_CPU_SHARED void multiply_by_slope(const D* __restrict dy, const A* __restrict n,
+                                           std::int64_t count, A* __restrict dn) {
+#pragma omp simd
+  for (std::int64_t j = 0; j < count; ++j) {
+    dn[j] = widened<A>(dy[j]) * activation_of<false>(n[j]).slope;
   }
 }
 

@@ -105,7 +105,7 @@ class GroupForward {
     return center;
   }
 
-  Totals deviations(const GroupChunk& chunk, A scale, A center) const {
+  __attribute__((noinline)) Totals deviations(const GroupChunk& chunk, A scale, A center) const {
     Totals totals;
     const E* const x = elements_of(chunk);
     if (chunk.elements() >= kMaxLanes) {

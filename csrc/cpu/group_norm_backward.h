@@ -51,16 +51,6 @@ FUSED_OP_CPU_INLINE ChannelSums add_pixels(const X* x, const D* dn, std::int64_t
                             : add_in_lanes<kMost / 2>(x, dn, count, normalizer);
 }
 
-// dn = dy · silu'(n)
-template <typename D, typename A>
-void multiply_by_slope(const D* __restrict dy, const A* __restrict n, std::int64_t count,
-                       A* __restrict dn) {
-#pragma omp simd
-  for (std::int64_t j = 0; j < count; ++j) {
-    dn[j] = widened<A>(dy[j]) * activation_of<false>(n[j]).slope;
-  }
-}
-
 // The means over a group that its gradients need: of dn · factor, and of that times x̂.
 template <typename A>
 struct GroupMeans {
@@ -112,6 +102,37 @@ FUSED_OP_CPU_INLINE void pull_back_channels(const X* x, const D* dn, std::int64_
   }
 }
 
+// What the two passes do with a piece. `sums` and `products` are those of its first channel,
+// `parts` apart.
+template <typename X, typename D, typename A>
+FUSED_OP_CPU_SHARED void add_piece(const GroupPiece& piece, bool of_one_pixel,
+                                   const Normalizer<A>& normalizer, const X* x, const D* dn,
+                                   std::int64_t parts, double* sums, double* products) {
+  if (of_one_pixel) {
+    store_sums(x, dn, piece.channels, normalizer, sums, products);
+    return;
+  }
+  for (std::int64_t c = 0; c < piece.channels; ++c) {
+    const std::int64_t first = c * piece.pixels;
+    const ChannelSums found = add_pixels(x + first, dn + first, piece.pixels, normalizer);
+    sums[c * parts] += found.dn;
+    products[c * parts] += found.dn_xhat;
+  }
+}
+template <typename X, typename D, typename A, typename Y>
+FUSED_OP_CPU_SHARED void pull_back_piece(const GroupPiece& piece, const Normalizer<A>& normalizer,
+                                         const GroupMeans<A>& means, const A* factors, const X* x,
+                                         const D* dn, Y* dx) {
+  if (piece.pixels == 1) {
+    pull_back_channels(x, dn, piece.channels, factors, normalizer, means, dx);
+    return;
+  }
+  for (std::int64_t c = 0; c < piece.channels; ++c) {
+    const std::int64_t first = c * piece.pixels;
+    pull_back(x + first, dn + first, piece.pixels, factors[c], normalizer, means, dx + first);
+  }
+}
+
 template <typename E, typename A>
 class GroupBackward {
  public:
@@ -143,18 +164,8 @@ class GroupBackward {
       sums_[at] = products_[at] = 0;
     }
     for_gradients(chunk, false, [&](const GroupPiece& piece, const auto* x, const auto* dn) {
-      double* const sums = sums_ + first_sum + piece.channel * parts;
-      double* const products = products_ + first_sum + piece.channel * parts;
-      if (args_.pixels == 1) {
-        store_sums(x, dn, piece.channels, normalizer, sums, products);
-        return;
-      }
-      for (std::int64_t c = 0; c < piece.channels; ++c) {
-        const std::int64_t first = c * piece.pixels;
-        const ChannelSums found = add_pixels(x + first, dn + first, piece.pixels, normalizer);
-        sums[c * parts] += found.dn;
-        products[c * parts] += found.dn_xhat;
-      }
+      const std::int64_t at = first_sum + piece.channel * parts;
+      add_piece(piece, args_.pixels == 1, normalizer, x, dn, parts, sums_ + at, products_ + at);
     });
   }
 
@@ -193,15 +204,7 @@ class GroupBackward {
     for_gradients(chunk, true, [&](const GroupPiece& piece, const auto* x, const auto* dn) {
       E* const to = grad_input + piece.offset;
       auto* const dx = result_piece(to, piece_buffer<A>(10));
-      if (piece.pixels == 1) {
-        pull_back_channels(x, dn, piece.channels, factors_.factor, normalizer, means, dx);
-      } else {
-        for (std::int64_t c = 0; c < piece.channels; ++c) {
-          const std::int64_t first = c * piece.pixels;
-          pull_back(x + first, dn + first, piece.pixels, factors_.factor[c], normalizer, means,
-                    dx + first);
-        }
-      }
+      pull_back_piece(piece, normalizer, means, factors_.factor, x, dn, dx);
       write_piece<A>(dx, to, piece.elements());
     });
   }

@@ -161,7 +161,7 @@ FUSED_OP_CPU_INLINE void affine_channels(const X* __restrict x, std::int64_t cou
 
 // n of a piece.
 template <typename X, typename A, typename Y>
-FUSED_OP_CPU_INLINE void affine_piece(const X* x, const GroupPiece& piece,
+FUSED_OP_CPU_SHARED void affine_piece(const X* x, const GroupPiece& piece,
                                       const Normalizer<A>& normalizer,
                                       const ChannelFactors<A>& factors, Y* y) {
   if (piece.pixels == 1) {
@@ -173,14 +173,6 @@ FUSED_OP_CPU_INLINE void affine_piece(const X* x, const GroupPiece& piece,
     affine_channel(x + c * piece.pixels, piece.pixels, normalizer.scale, normalizer.mean,
                    normalizer.rstd * factor, normalizer.shift * factor + factors.offset[c],
                    y + c * piece.pixels);
-  }
-}
-
-template <typename A, typename Y>
-void silu(const A* __restrict n, std::int64_t count, Y* __restrict y) {
-#pragma omp simd
-  for (std::int64_t j = 0; j < count; ++j) {
-    y[j] = rounded<Y>(activation_of<false>(n[j]).value);
   }
 }
 

@@ -8,47 +8,129 @@
 
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
-// Pixels of a tile, some of which a sample's last tile may lack: their lanes compute zeros. Every
-// loop over lanes has kLanes steps.
-template <int kLanes, typename E, typename A>
-class PixelReader {
- public:
-  PixelReader(const void* data, const PixelTile& tile, std::int64_t pixels)
-      : from_(static_cast<const E*>(data) + tile.first), pixels_(pixels), count_(tile.count) {}
+// Channels that are converted at a time, and whose terms are added in A; totals are double.
+constexpr std::int64_t kSumChannels = 32;
 
-  // Valid until the next call.
-  FUSED_OP_CPU_INLINE const A* operator()(std::int64_t channel) {
-    const E* const from = from_ + channel * pixels_;
-    if constexpr (std::is_same_v<E, A>) {
-      if (count_ == kLanes) {
-        return from;
+// Calls function(first, last) for the channels, kSumChannels at a time.
+template <typename Function>
+FUSED_OP_CPU_INLINE void for_channels(std::int64_t channels, const Function& function) {
+  for (std::int64_t first = 0; first < channels; first += kSumChannels) {
+    function(first, std::min(first + kSumChannels, channels));
+  }
+}
+
+// The elements of some channels: `count` pixels of each, neighbouring channels `stride` apart.
+struct ChannelElements {
+  void* data;  // only read by load_channels()
+  std::int64_t first;
+  std::int64_t stride;
+  std::int64_t count;
+};
+
+// Convert channels to kLanes accumulators each, and back. Only these functions know the type of the
+// elements.
+template <int kLanes, typename E, typename A>
+FUSED_OP_CPU_SHARED void load_channels(const ChannelElements& of, std::int64_t channels, A* to) {
+  const E* from = static_cast<const E*>(of.data) + of.first;
+  for (std::int64_t i = 0; i < channels; ++i, from += of.stride, to += kLanes) {
+    if (of.count == kLanes) {
+      load_pack<kLanes>(from, to);
+    } else if constexpr (std::is_same_v<E, A>) {
+      std::copy_n(from, of.count, to);
+    } else {
+      read<E>(from, 0, of.count, to);
+    }
+  }
+}
+template <int kLanes, typename E, typename A>
+FUSED_OP_CPU_SHARED void store_channels(const A* from, const ChannelElements& of,
+                                        std::int64_t channels) {
+  E* to = static_cast<E*>(of.data) + of.first;
+  for (std::int64_t i = 0; i < channels; ++i, to += of.stride, from += kLanes) {
+    if (of.count == kLanes) {
+      store_pack<kLanes>(from, to);
+    } else if constexpr (std::is_same_v<E, A>) {
+      std::copy_n(from, of.count, to);
+    } else {
+      write<E>(from, to, 0, of.count);
+    }
+  }
+}
+
+// A tile of a tensor as accumulators, kSumChannels channels at a time. A sample's last tile may
+// lack some of the kLanes pixels: their lanes compute zeros. Every loop over lanes has kLanes
+// steps.
+template <int kLanes, typename A>
+class Pixels {
+ public:
+  Pixels(const void* data, DType dtype, const PixelTile& tile, std::int64_t pixels)
+      : of_{const_cast<void*>(data), tile.first, pixels, tile.count},
+        dtype_(dtype),
+        is_ready_(dtype == kDTypeOf<A> && tile.count == kLanes) {
+    std::fill_n(values_, tile.count < kLanes ? kSumChannels * kLanes : 0, A(0));
+  }
+
+  // The next calls are about these channels, no more than kSumChannels, which will be written.
+  void take(std::int64_t first) {
+    first_ = first;
+    at_ = values_;
+    stride_ = kLanes;
+    if (is_ready_) {
+      at_ = static_cast<A*>(of_.data) + of_.first + first * of_.stride;
+      stride_ = of_.stride;
+    }
+  }
+  // Or read.
+  void load(std::int64_t first, std::int64_t last) {
+    take(first);
+    if (is_ready_) {
+      return;
+    }
+    const ChannelElements part = elements(first);
+    if constexpr (std::is_same_v<A, float>) {
+      if (dtype_ == DType::kFloat16) {
+        return load_channels<kLanes, Float16>(part, last - first, values_);
+      }
+      if (dtype_ == DType::kBFloat16) {
+        return load_channels<kLanes, BFloat16>(part, last - first, values_);
       }
     }
-    if (count_ == kLanes) {
-      load_pack<kLanes>(from, values_);
-    } else {
-      read<E>(from, 0, count_, values_);
+    load_channels<kLanes, A>(part, last - first, values_);
+  }
+  // Stores the channels that were taken.
+  void store(std::int64_t last) const {
+    if (is_ready_) {
+      return;
     }
-    return values_;
+    const ChannelElements part = elements(first_);
+    if constexpr (std::is_same_v<A, float>) {
+      if (dtype_ == DType::kFloat16) {
+        return store_channels<kLanes, Float16>(values_, part, last - first_);
+      }
+      if (dtype_ == DType::kBFloat16) {
+        return store_channels<kLanes, BFloat16>(values_, part, last - first_);
+      }
+    }
+    store_channels<kLanes, A>(values_, part, last - first_);
+  }
+
+  FUSED_OP_CPU_INLINE A* operator[](std::int64_t channel) const {
+    return at_ + (channel - first_) * stride_;
   }
 
  private:
-  const E* from_;
-  std::int64_t pixels_;
-  std::int64_t count_;
-  alignas(64) A values_[kLanes] = {};
-};
-
-template <int kLanes, typename E, typename A>
-FUSED_OP_CPU_INLINE void write_pixels(const A* from, void* data, const PixelTile& tile,
-                                      std::int64_t pixels, std::int64_t channel) {
-  E* const to = static_cast<E*>(data) + tile.first + channel * pixels;
-  if (tile.count == kLanes) {
-    store_pack<kLanes>(from, to);
-  } else {
-    write<E>(from, to, 0, tile.count);
+  ChannelElements elements(std::int64_t first) const {
+    return {of_.data, of_.first + first * of_.stride, of_.stride, of_.count};
   }
-}
+
+  const ChannelElements of_;
+  const DType dtype_;
+  const bool is_ready_;  // the elements are accumulators, and all of the kLanes pixels are there
+  A* at_ = nullptr;
+  std::int64_t first_ = 0;
+  std::int64_t stride_ = 0;
+  alignas(64) A values_[kSumChannels * kLanes];
+};
 
 // Weight and bias as accumulators; of what is absent, what changes nothing, not even a zero's sign.
 template <typename A, typename Args>

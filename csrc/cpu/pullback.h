@@ -104,6 +104,7 @@ FUSED_OP_CPU_INLINE void add_pullback(const RowIn<X, A> (&rows)[kRows], const A*
     const std::int64_t last = first + count;
     std::int64_t col = first;
     for (; col + kLanes <= last; col += kLanes) {
+      stay_scalar<kLanes>();
       pullback_pack<false, kRows, kLanes, Norm, Met>(rows, weight, col, nullptr, wdy_xhat, wdy,
                                                      kGrads ? grads.from(col) : grads);
     }
@@ -140,6 +141,7 @@ FUSED_OP_CPU_INLINE void write_dx(const RowIn<X, A>& row, const A* weight, const
                                   const RowIn<X, A>& next) {
   std::int64_t col = 0;
   for (; col + kLanes <= cols; col += kLanes) {
+    stay_scalar<kLanes>();
     prefetch_pack<kLanes>(next.x + col);
     prefetch_pack<kLanes>(next.dy + col);
     dx_pack<kLanes, Norm, kAdds>(row, weight, dsum, col, pullback, dx);
@@ -185,9 +187,83 @@ void backward_narrow(const A* __restrict x, const A* __restrict dy, const A* __r
   }
 }
 
+// The bias's gradients of an RMS norm: those that the functions above sum for LayerNorm, in the
+// same order.
+template <int kLanes, typename X, typename A>
+FUSED_OP_CPU_INLINE void add_row_pair(const X* first, const X* second, A* __restrict to) {
+  const Pack<kLanes, X, A> a(first), b(second);
+#pragma omp simd
+  for (int j = 0; j < kLanes; ++j) {
+    to[j] = (to[j] + a[j]) + b[j];
+  }
+}
+template <int kLanes, typename X, typename A>
+FUSED_OP_CPU_INLINE void add_row(const X* row, A* __restrict to) {
+  const Pack<kLanes, X, A> a(row);
+#pragma omp simd
+  for (int j = 0; j < kLanes; ++j) {
+    to[j] += a[j];
+  }
+}
+template <int kLanes, typename X, typename A>
+__attribute__((noinline)) void add_grads_of_bias(const View<X>& dy, std::int64_t rows,
+                                                 std::int64_t cols, A* dbias) {
+  const std::int64_t whole = cols - cols % kLanes;
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const X* const row = dy.row(r);
+    if (r + 1 < rows) {  // two rows at once halve the traffic of the sums
+      const X* const next = dy.row(++r);
+      for (std::int64_t col = 0; col < whole; col += kLanes) {
+        add_row_pair<kLanes>(row + col, next + col, dbias + col);
+      }
+      for (std::int64_t col = whole; col < cols; ++col) {
+        add_row_pair<1>(row + col, next + col, dbias + col);
+      }
+    } else {
+      for (std::int64_t col = 0; col < whole; col += kLanes) {
+        add_row<kLanes>(row + col, dbias + col);
+      }
+      for (std::int64_t col = whole; col < cols; ++col) {
+        add_row<1>(row + col, dbias + col);
+      }
+    }
+  }
+}
+// Of narrow rows, in sixteen lanes of rows.
+template <int kCols, typename A>
+__attribute__((noinline)) void add_narrow_grads_of_bias(const A* dy, std::int64_t rows, A* dbias) {
+  constexpr int kLanes = 16;
+  A sums[kCols][kLanes] = {};
+  for (std::int64_t row = 0; row < rows; ++row) {
+    for (int c = 0; c < kCols; ++c) {
+      sums[c][row % kLanes] += dy[row * kCols + c];
+    }
+  }
+  for (int c = 0; c < kCols; ++c) {
+    dbias[c] += static_cast<A>(fold(sums[c]));
+  }
+}
+
+template <int kLanes, typename A>
+FUSED_OP_CPU_SHARED void add_tail(const A* __restrict tail, A* __restrict last) {
+#pragma omp simd
+  for (int j = 0; j < kLanes; ++j) {  // skipped columns are 0
+    last[j] += tail[j];
+  }
+}
+
+template <typename A>
+FUSED_OP_CPU_SHARED bool has_tiny(const A* rstd, std::int64_t count) {
+  bool found = false;
+  for (std::int64_t i = 0; i < count; ++i) {
+    found = found || rstd[i] < Limits<A>::kTinyRstd;
+  }
+  return found;
+}
+
 // x̂ of a row, in its place.
 template <typename Norm, typename A>
-void normalize_row(const Normalizer<A> normalizer, std::int64_t cols, A* x) {
+FUSED_OP_CPU_SHARED void normalize_row(const Normalizer<A> normalizer, std::int64_t cols, A* x) {
   for (std::int64_t col = 0; col < cols; ++col) {
     x[col] = Norm::normalized(x[col], normalizer);
   }
@@ -195,8 +271,8 @@ void normalize_row(const Normalizer<A> normalizer, std::int64_t cols, A* x) {
 
 // Recovers x̂ of a row that holds the output.
 template <typename A>
-void recover_xhat(const A* __restrict weight, const A* __restrict bias, std::int64_t cols,
-                  A* __restrict x) {
+FUSED_OP_CPU_SHARED void recover_xhat(const A* __restrict weight, const A* __restrict bias,
+                                      std::int64_t cols, A* __restrict x) {
   for (std::int64_t col = 0; col < cols; ++col) {
     const A smallest = std::copysign(static_cast<A>(kSmallestWeight), weight[col]);
     const bool is_small = std::abs(weight[col]) < static_cast<A>(kSmallestWeight);

@@ -36,6 +36,15 @@ FUSED_OP_CPU_INLINE double fold(const A (&lanes)[kLanes]) {
   }
 }
 
+// In loops over packs. One lane takes only rows that are rare, and narrow ones. Compilers would
+// vectorise these loops all the same, with checks of what overlaps, to up to five times the code.
+template <int kLanes>
+FUSED_OP_CPU_INLINE void stay_scalar() {
+  if constexpr (kLanes == 1) {
+    asm volatile("");
+  }
+}
+
 // A row is processed in packs of kLanes columns. If they do not divide the row, the last pack ends
 // at the end of the row and skips the columns of the pack before it: a mask makes them zeros. Every
 // loop then has kLanes steps. (Compilers turn a condition on the lane into scalar code.)
@@ -58,6 +67,19 @@ FUSED_OP_CPU_INLINE A masked(A value, Bits<A> mask) {
   return std::bit_cast<A>(std::bit_cast<Bits<A>>(value) & mask);
 }
 
+// Begins sums of `scale · x - center` and its square. (GCC would clear many lanes by `rep stos`.)
+template <int kLanes, typename X, typename A>
+FUSED_OP_CPU_INLINE void begin_pack(const X* x, A scale, A center, A (&sums)[kLanes],
+                                    A (&squares)[kLanes]) {
+  const Pack<kLanes, X, A> values(x);
+#pragma omp simd
+  for (int j = 0; j < kLanes; ++j) {
+    const A deviation = values[j] * scale - center;
+    sums[j] = deviation;
+    squares[j] = deviation * deviation;
+  }
+}
+
 // Adds `scale · x - center`, if kSum, and its square.
 template <int kLanes, bool kSum, bool kSkips, typename X, typename A>
 FUSED_OP_CPU_INLINE void add_pack(const X* x, A scale, A center, const Bits<A>* masks,
@@ -74,23 +96,31 @@ FUSED_OP_CPU_INLINE void add_pack(const X* x, A scale, A center, const Bits<A>* 
   }
 }
 
-// Calls function<kLanes, kCols, Norm, A>(), with no more lanes than there are columns. If kCols is
-// not 0, rows have kCols columns, and many are computed at a time, each in a lane of its own.
+// Calls function<kLanes, Norm, A>(), with no more lanes than there are columns.
 template <typename Norm, typename A, typename Function>
 void with_lanes(std::int64_t cols, Function& function) {
   constexpr int kMost = 128 / sizeof(A);
   if (cols >= kMaxLanes) {
-    function.template operator()<kMost, 0, Norm, A>();
+    function.template operator()<kMost, Norm, A>();
   } else if (cols >= 16) {
-    function.template operator()<8, 0, Norm, A>();
+    function.template operator()<8, Norm, A>();
   } else if (cols >= 4) {
-    function.template operator()<4, 0, Norm, A>();
-  } else if (cols == 3) {
-    function.template operator()<1, 3, Norm, A>();
-  } else if (cols == 2) {
-    function.template operator()<1, 2, Norm, A>();
+    function.template operator()<4, Norm, A>();
   } else {
-    function.template operator()<1, 1, Norm, A>();
+    function.template operator()<1, Norm, A>();
+  }
+}
+
+// Calls function<kCols>() for rows of 1 to 3 columns. Many of them are computed at a time, each in
+// a lane of its own.
+template <typename Function>
+FUSED_OP_CPU_INLINE void with_narrow(std::int64_t cols, const Function& function) {
+  if (cols == 3) {
+    function.template operator()<3>();
+  } else if (cols == 2) {
+    function.template operator()<2>();
+  } else {
+    function.template operator()<1>();
   }
 }
 
@@ -109,15 +139,14 @@ void with_elements(DType rows, Function& function) {
   function.template operator()<A>();
 }
 
+// A bias of an RMS norm does not make a type: only the last step of forward and a pass of backward
+// know of it.
 template <typename Function>
 void with_types(NormKind kind, DType dtype, std::int64_t cols, Function& function) {
   const bool is_double = dtype == DType::kFloat64;
   if (kind == NormKind::kLayerNorm) {
     is_double ? with_lanes<LayerNorm, double>(cols, function)
               : with_lanes<LayerNorm, float>(cols, function);
-  } else if (kind == NormKind::kBiasedRmsNorm) {
-    is_double ? with_lanes<BiasedRmsNorm, double>(cols, function)
-              : with_lanes<BiasedRmsNorm, float>(cols, function);
   } else {
     is_double ? with_lanes<RmsNorm, double>(cols, function)
               : with_lanes<RmsNorm, float>(cols, function);
@@ -144,11 +173,18 @@ FUSED_OP_CPU_INLINE void add_deviations(const X* x, std::int64_t cols, A scale, 
                                         Totals& totals) {
   for (std::int64_t col = 0, count = 0; col < cols; col += count) {
     count = piece(col, cols, kSumCols);
-    A sums[kLanes] = {};
-    A squares[kLanes] = {};
+    A sums[kLanes];
+    A squares[kLanes];
     const std::int64_t last = col + count;
     std::int64_t i = col;
+    if constexpr (kSum) {
+      begin_pack<kLanes>(x + i, scale, center, sums, squares);
+      i += kLanes;
+    } else {
+      std::fill_n(squares, kLanes, A(0));
+    }
     for (; i + kLanes <= last; i += kLanes) {
+      stay_scalar<kLanes>();
       add_pack<kLanes, kSum, false>(x + i, scale, center, nullptr, sums, squares);
     }
     if (i < last) {

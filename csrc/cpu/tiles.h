@@ -43,7 +43,7 @@ struct View {
 };
 
 template <typename A>
-void copy_tile(const ConstRows& rows, const Tile& tile, A* to) {
+FUSED_OP_CPU_SHARED void copy_tile(const ConstRows& rows, const Tile& tile, A* to) {
   const auto first_of = [&](std::int64_t row) {
     return rows.split.offset(row, rows.stride) + tile.col;
   };
@@ -66,7 +66,8 @@ View<E> view_tile(const ConstRows& rows, const Tile& tile) {
 }
 
 template <typename A>
-View<A> read_tile(const ConstRows& rows, const Tile& tile, A* buffer, bool dense = false) {
+FUSED_OP_CPU_SHARED View<A> read_tile(const ConstRows& rows, const Tile& tile, A* buffer,
+                                      bool dense = false) {
   if (lies_ready(rows, kDTypeOf<A>) && (!dense || rows.stride == tile.cols)) {
     return view_tile<A>(rows, tile);
   }
@@ -100,7 +101,7 @@ void write_tile(const A* values, void* data, DType dtype, const Tile& tile, std:
 }
 
 template <typename A>
-void drop_tile(const Dropout& dropout, const Tile& tile, A* values) {
+FUSED_OP_CPU_SHARED void drop_tile(const Dropout& dropout, const Tile& tile, A* values) {
   for (std::int64_t r = 0; r < tile.rows; ++r) {
     const DropoutRow mask(DropoutState(dropout), tile.row + r);
     A* const row = values + r * tile.cols;
@@ -120,7 +121,7 @@ void drop_tile(const Dropout& dropout, const Tile& tile, A* values) {
 template <typename A>
 class Parameter {
  public:
-  Parameter(const void* data, DType dtype, std::int64_t cols, A absent)
+  FUSED_OP_CPU_SHARED Parameter(const void* data, DType dtype, std::int64_t cols, A absent)
       : data_(data), dtype_(dtype), is_long_(is_long(cols)) {
     if (data == nullptr) {
       std::fill_n(values_, std::min(cols, kWholeCols), absent);

@@ -7,8 +7,9 @@
 //               backward will read
 //   read()      reads packs of that row again, after finish()
 //
-// `lane` says which packs of the row belong to a lane (Lane of cuda/access.cuh). Packs past the end
-// of the row are zero.
+// `lane` says which packs of the row belong to a lane (Lane of cuda/access.cuh). Elements past the
+// end of the row are zero as they are loaded. They must still be zero in the row, because the
+// kernels add them up, too.
 //
 // Its struct Backward is the way back. Like the source, it is made for one row.
 //

@@ -137,6 +137,8 @@ py::tuple plan(bool backward, bool centred, std::int64_t rows, std::int64_t cols
   return py::make_tuple(integers, kernels);
 }
 
+bool has_fast_memory(int device) { return cuda::read_device_info(device).fast_memory; }
+
 std::string kernel_key(const std::string& header, const std::string& name, int arch,
                        const Headers& headers) {
   return cuda::kernel_key(source_of(header, name, headers), arch, cuda::compiler_identity());
@@ -176,9 +178,10 @@ void write_package(const std::string&, const std::string&, int, const Headers&,
 }
 py::tuple plan(bool, bool, std::int64_t, std::int64_t, const std::string&, const std::string&,
                const std::string&, const std::string&, const std::string&, bool, bool, bool, int,
-               int, int) {
+               int, int, bool) {
   fail();
 }
+bool has_fast_memory(int) { fail(); }
 std::string kernel_key(const std::string&, const std::string&, int, const Headers&) { fail(); }
 Headers kernel_sources() { fail(); }
 py::dict cache_info() { fail(); }
@@ -208,7 +211,7 @@ void bind_kernel_tools(py::module_& m) {
   m.def("_plan", &plan, py::kw_only(), "backward"_a, "centred"_a, "rows"_a, "cols"_a, "input"_a,
         "residual"_a, "parameters"_a, "output"_a, "rounding"_a, "dropout"_a, "memory_efficient"_a,
         "aligned"_a, "multiprocessors"_a, "shared_bytes"_a, "arch"_a = 0, "fast_memory"_a = true);
-  m.def("_has_fast_memory", [](int device) { return cuda::read_device_info(device).fast_memory; });
+  m.def("_has_fast_memory", &has_fast_memory);
   m.def("_kernel_sources", &kernel_sources);
   m.def("_cache_info", &cache_info);
   m.def("_clear_cache", &clear_cache);

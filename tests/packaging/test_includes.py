@@ -28,7 +28,8 @@ ALLOWED = {  # the first pattern that fits a file holds
     "torch_override.cpp": r"(autograd|backend|checks|routing|torch_override)\.h|core/|ATen/|torch/",
     "python_arguments.cpp": r"(checks|python_arguments|routing)\.h|ATen/|torch/",
     "python_arguments.h": r"(fused_op|routing)\.h|pybind11/",
-    "kernel_tools.*": r"kernel_tools\.h|cuda/(call_plan|compile|kernel_files|kernels|launch)\.h|pybind11/",
+    "kernel_tools.*": r"kernel_tools\.h|cuda/(call_plan|compile|kernel_files|kernels|launch)\.h|"
+    r"pybind11/",
     "variant.h": r"torch/",
     "variant_*": r"(autograd|call_keys|variant_call|variant_ops)\.h|core/|ATen/|pybind11/|torch/",
     "*": r"(backend|checks|fused_op|kernel_arguments|modulated_norm|rope_call|variant)\.h|core/|"

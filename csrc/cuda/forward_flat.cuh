@@ -1,24 +1,29 @@
-// Forward of rows that are no longer than a vector and lie one after another. A CTA copies its rows
-// as one span into shared memory and back, and each thread processes whole rows. The bits are those
-// of forward_kernel with one lane a row. Compiled by nvcc and by NVRTC; torch-free.
+// Forward of short rows that lie one after another and of which most begin inside a vector. A CTA
+// copies its rows as one span into shared memory and back, and a few lanes process each row there.
+// The bits are those of forward_kernel with as many lanes. Compiled by nvcc and by NVRTC;
+// torch-free.
 #pragma once
 
 #include "cuda/forward_rows.cuh"
 
 namespace fused_op::cuda {
 
-// A thread has kRows rows of kCols columns, in packs of kPack.
-template <int kPack_, int kRows_, int kCols_>
+// A thread has a part of kRows rows of kCols columns: every kLanes-th pack of kPack elements.
+template <int kPack_, int kLanes_, int kRows_, int kCols_>
 struct FlatTile {
   static constexpr int kPack = kPack_;
+  static constexpr int kLanes = kLanes_;
   static constexpr int kRows = kRows_;
   static constexpr int kCols = kCols_;
-  static constexpr int kVectors = (kCols + kPack - 1) / kPack;
-  static constexpr int kCtaRows = kFlatThreads * kRows;
+  static constexpr int kStep = kLanes * kPack;
+  static constexpr int kVectors = (kCols + kStep - 1) / kStep;
+  static constexpr int kSideBySide = kFlatThreads / kLanes;  // rows
+  static constexpr int kCtaRows = kSideBySide * kRows;
   // Vectors of 16 bytes that a thread copies, at most.
   template <typename T>
-  static constexpr int kCopies = (kRows * kCols + kVector<T> - 1) / kVector<T>;
-  using RowLane = Lane<1, kPack, kCols / kPack, false>;
+  static constexpr int kCopies =
+      (kCtaRows * kCols + kFlatThreads * kVector<T> - 1) / (kFlatThreads * kVector<T>);
+  using RowLane = Lane<kLanes, kStep, kCols / kStep, false>;
   using Access = std::conditional_t<kCols % kPack == 0, Vectors, Words>;  // for parameters
 };
 
@@ -32,25 +37,30 @@ struct FlatSpan {
 
   uint4* vectors;
 
-  __device__ __forceinline__ char* at(int row, int i) const {
-    return reinterpret_cast<char*>(vectors) + (row * Tile::kCols + i * N) * int{sizeof(T)};
+  __device__ __forceinline__ char* at(int row, int col) const {
+    return reinterpret_cast<char*>(vectors) + (row * Tile::kCols + col) * int{sizeof(T)};
   }
-  __device__ __forceinline__ Pack<T, N> load(int row, int i) const {
+  // The lane's pack i of a row.
+  template <typename Lane>
+  __device__ __forceinline__ Pack<T, N> load(int row, const Lane& lane, int i) const {
     Pack<T, N> pack;
     clear(pack);
 #pragma unroll
     for (int k = 0; k < kBytes / kPiece; ++k) {
-      if (i * N + k * (kPiece / int{sizeof(T)}) < Tile::kCols) {
-        copy(reinterpret_cast<char*>(pack.words) + k * kPiece, at(row, i) + k * kPiece);
+      if (lane.template valid<N>(i) > k * (kPiece / int{sizeof(T)})) {
+        copy(reinterpret_cast<char*>(pack.words) + k * kPiece, at(row, lane.col(i)) + k * kPiece);
       }
     }
     return pack;
   }
-  __device__ __forceinline__ void store(int row, int i, const Pack<T, N>& pack) const {
+  template <typename Lane>
+  __device__ __forceinline__ void store(int row, const Lane& lane, int i,
+                                        const Pack<T, N>& pack) const {
 #pragma unroll
     for (int k = 0; k < kBytes / kPiece; ++k) {
-      if (i * N + k * (kPiece / int{sizeof(T)}) < Tile::kCols) {
-        copy(at(row, i) + k * kPiece, reinterpret_cast<const char*>(pack.words) + k * kPiece);
+      if (lane.template valid<N>(i) > k * (kPiece / int{sizeof(T)})) {
+        copy(at(row, lane.col(i)) + k * kPiece,
+             reinterpret_cast<const char*>(pack.words) + k * kPiece);
       }
     }
   }
@@ -108,17 +118,16 @@ struct FlatSpan {
 // Rescue::moments().
 template <typename Norm, typename Tile, typename T, typename A>
 __device__ __forceinline__ Moments<A> moments_again(const FlatSpan<Tile, T>& span, int row,
-                                                    A scale) {
+                                                    int first, A scale) {
   constexpr int N = Tile::kPack;
   WarpMoments<A> mine{};
 #pragma unroll 1
   for (int i = 0; i < Tile::kVectors; ++i) {
-    const Pack<T, N> pack[1] = {span.load(row, i)};
-    const int count = min(Tile::kCols - i * N, N);
-    const Lane<1, 0, 0, false> lane{0, count, true};
+    const Lane<Tile::kLanes, 0, 0, false> lane{first + i * Tile::kStep, Tile::kCols, true};
+    const Pack<T, N> pack[1] = {span.load(row, lane, 0)};
+    const A count = static_cast<A>(min(Tile::kCols - i * Tile::kStep, Tile::kStep));
     mine = append(
-        mine, {static_cast<A>(count),
-               moments_of_lanes<Norm, false, 1>(lane, pack, static_cast<A>(count), scale, true)});
+        mine, {count, moments_of_lanes<Norm, false, Tile::kLanes>(lane, pack, count, scale, true)});
   }
   return mine.moments;
 }
@@ -142,27 +151,28 @@ __global__ void __launch_bounds__(kFlatThreads)
   const FlatSpan<Tile, Y> target{shared};
   const std::int64_t cta_row = static_cast<std::int64_t>(blockIdx.x) * Tile::kCtaRows;
   const int rows = static_cast<int>(min(args.rows - cta_row, std::int64_t{Tile::kCtaRows}));
-  const typename Tile::RowLane lane{0, Tile::kCols, true};
+  const int thread = static_cast<int>(threadIdx.x);
+  const typename Tile::RowLane lane{thread % Tile::kLanes * N, Tile::kCols, true};
   await_kernels_before();
   source.read(static_cast<const Row*>(args.input.data) + cta_row * Tile::kCols, rows * Tile::kCols);
   typename Epilogue::template Parameters<N> parameters[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     parameters[i] = Epilogue::template load<Norm, typename Tile::Access, N>(
-        args, i * N, lane.template valid<N>(i));
+        args, lane.col(i), lane.template valid<N>(i));
   }
   __syncthreads();
   const A cols = static_cast<A>(Tile::kCols);
   const auto load = [&](int row, Pack<Row, N>(&packs)[kVectors]) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      packs[i] = source.load(row, i);
+      packs[i] = source.load(row, lane, i);
     }
   };
   const auto finish = [&](int row, const Pack<Row, N>(&packs)[kVectors], Moments<A> moments,
                           A scale) {
-    const Normalizer<A> normalizer =
-        normalizer_of<Norm>(args, moments, scale, reciprocal(cols), cta_row + row, row < rows);
+    const Normalizer<A> normalizer = normalizer_of<Norm>(
+        args, moments, scale, reciprocal(cols), cta_row + row, row < rows && lane.first == 0);
     Epilogue epilogue(args, cta_row + row, lane);
     const typename Epilogue::template Beside<N, kVectors> nothing{};
 #pragma unroll
@@ -174,19 +184,20 @@ __global__ void __launch_bounds__(kFlatThreads)
         values[j] = Norm::normalized(values[j], normalizer);
       }
       epilogue.template apply<Norm>(parameters[i], nothing, i, values);
-      target.store(row, i, rounded<Y>(values));
+      target.store(row, lane, i, rounded<Y>(values));
     }
   };
   // No branch tests whether a row exists, so that the rows of a thread overlap. Rows past the last
   // one hold arbitrary values, and are stored only in shared memory.
+  const auto row_of = [&](int r) { return r * Tile::kSideBySide + thread / Tile::kLanes; };
   unsigned untrusted = 0;  // one bit for each row
 #pragma unroll
   for (int r = 0; r < Tile::kRows; ++r) {
-    const int row = r * kFlatThreads + static_cast<int>(threadIdx.x);
+    const int row = row_of(r);
     Pack<Row, N> packs[kVectors];
     load(row, packs);
     const Moments<A> moments =
-        moments_of_lanes<Norm, Tile::kCols % N == 0, 1>(lane, packs, cols, A(1), false);
+        moments_of_lanes<Norm, Tile::kCols % N == 0, Tile::kLanes>(lane, packs, cols, A(1), false);
     if (trusted(moments, cols)) {
       finish(row, packs, moments, A(1));
     } else {
@@ -194,18 +205,25 @@ __global__ void __launch_bounds__(kFlatThreads)
     }
   }
 #pragma unroll 1
-  for (; untrusted != 0; untrusted &= untrusted - 1) {
-    const int row =
-        (__ffs(static_cast<int>(untrusted)) - 1) * kFlatThreads + static_cast<int>(threadIdx.x);
+  for (int r = 0; r < Tile::kRows; ++r) {
+    const bool is_untrusted = untrusted >> r & 1u;
+    if (!__any_sync(kAllLanes, is_untrusted)) {  // the lanes of a warp take part in its sums
+      continue;
+    }
+    const int row = row_of(r);
     Pack<Row, N> packs[kVectors];
     load(row, packs);
     A scale = 1;
-    Moments<A> moments = moments_again<Norm>(source, row, scale);
+    Moments<A> moments = moments_again<Norm>(source, row, lane.first, scale);
+    const Moments<A> scaled = moments_again<Norm>(source, row, lane.first, Limits<A>::kScale);
     if (overflowed(moments)) {
       scale = Limits<A>::kScale;
-      moments = moments_again<Norm>(source, row, scale);
+      moments = scaled;
     }
-    finish(row, packs, moments, scale);
+    __syncwarp();  // all lanes have read what is overwritten now
+    if (is_untrusted) {
+      finish(row, packs, moments, scale);
+    }
   }
   __syncthreads();
   target.write(static_cast<Y*>(args.output.data) + cta_row * Tile::kCols, rows * Tile::kCols);

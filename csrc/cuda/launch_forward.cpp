@@ -57,7 +57,7 @@ bool launch_long(const NormForwardArgs& args, const ForwardSpec& spec, const Lon
 void launch_forward(const NormForwardArgs& args, const Variant* variant, const DeviceInfo& device,
                     cudaStream_t stream) {
   const ForwardSpec spec = spec_of(args, variant);
-  const RowPlaces places = places_of(args, spec);
+  RowPlaces places = places_of(args, spec);
   if (args.cols > most_forward_cols(spec)) {
     const auto plan = variant != nullptr
                           ? plan_streamed(spec, args.rows, args.cols, places.aligned)
@@ -70,7 +70,9 @@ void launch_forward(const NormForwardArgs& args, const Variant* variant, const D
   }
   ForwardPlan plan = plan_forward(spec, args.rows, args.cols, places, device);
   KernelKey key = key_of(spec, plan);
-  if (plan.width > 0 && plan.flat_rows == 0 && has_too_many_kernels(key, device)) {
+  if (plan.width > 0 && has_too_many_kernels(key, device)) {
+    places.one_span = false;  // the width of rows in a span is always a constant
+    plan = plan_forward(spec, args.rows, args.cols, places, device);
     plan.width = 0;
     key = key_of(spec, plan);
   }

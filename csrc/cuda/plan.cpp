@@ -206,6 +206,16 @@ bool is_short(const ForwardSpec& spec, std::int64_t cols) {
   return spec.row != DType::kFloat64 && cols * size_of(spec.row) <= kVectorBytes;
 }
 
+// Whether rows that lie one after another are copied as one span: those no longer than a vector,
+// and many that would move by words, because the span moves by vectors.
+constexpr std::int64_t kMostFlatBytes = 128;  // of a row
+bool is_flat(const ForwardSpec& spec, std::int64_t cols, bool few) {
+  const bool words = by_words(spec, cols) && cols * size_of(spec.row) <= kMostFlatBytes;
+  return (is_short(spec, cols) || (words && !few)) && spec.row != DType::kFloat64 && !spec.adds &&
+         !spec.dropout && !spec.split && spec.variant == nullptr &&
+         size_of(spec.output) == size_of(spec.row);
+}
+
 // Whether a row is laid out as in the core table. Its kernel may still be another one.
 bool fills_core_tile(const ForwardSpec& spec, std::int64_t cols) {
   const bool one_type = spec.input == spec.row && spec.output == spec.row &&
@@ -293,12 +303,12 @@ ForwardPlan plan_forward(const ForwardSpec& spec, std::int64_t rows, std::int64_
     plan.most_threads = plan.threads;
     plan.ctas_per_sm = few ? 1 : std::max(sm_threads / plan.threads, 1);
   }
-  if (places.one_span && is_short(spec, cols) && !spec.adds && !spec.dropout && !spec.split &&
-      spec.variant == nullptr && size_of(spec.output) == size_of(spec.row)) {
-    plan.flat_rows = cols <= (size_of(spec.row) == 2 ? 4 : 1) ? 8 : 4;
+  if (places.one_span && is_flat(spec, cols, few)) {
+    const std::int64_t bytes = ceil_div(cols * size_of(spec.row), plan.lanes);  // of a thread
+    plan.flat_rows = static_cast<int>(std::bit_floor(static_cast<std::uint64_t>(64 / bytes)));
     plan.threads = kFlatThreads;
     plan.words = false;
-    plan.ctas = ceil_div(rows, std::int64_t{plan.threads} * plan.flat_rows);
+    plan.ctas = ceil_div(rows, std::int64_t{plan.threads / plan.lanes} * plan.flat_rows);
     return plan;
   }
   plan.ctas = ceil_div(rows, plan.threads / row_threads);
@@ -382,7 +392,7 @@ std::string kernel_name(const ForwardSpec& spec, const ForwardPlan& plan) {
   const std::string op = op_name(spec, plan.words);
   if (plan.flat_rows > 0) {
     const std::string tile =
-        joined({number(plan.pack), number(plan.flat_rows), number(plan.width)});
+        joined({number(plan.pack), number(plan.lanes), number(plan.flat_rows), number(plan.width)});
     return "fused_op::cuda::forward_flat_kernel<" + op + ", fused_op::cuda::FlatTile" + tile + ">";
   }
   return "fused_op::cuda::forward_kernel" + joined({op, tile_name(plan)});

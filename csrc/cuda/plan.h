@@ -80,7 +80,7 @@ struct ForwardPlan {
   bool core;  // the kernel is in the core table: its rows fill their lanes
 
   bool words;     // rows move by words, because of their addresses or their length
-  int flat_rows;  // rows of a thread in forward_flat_kernel; 0: forward_kernel takes the call
+  int flat_rows;  // parts of rows that a thread has in forward_flat_kernel; 0: forward_kernel
   int threads;    // of a CTA
   std::int64_t ctas;
 };

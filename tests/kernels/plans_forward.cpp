@@ -35,9 +35,12 @@ const char* broken_rule(const ForwardSpec& spec, const ForwardPlan& plan, std::i
   }
   if (!same_lanes(plan, first)) return "the lane of an element depends on the rows";
   if (plan.flat_rows > 0) {
-    const std::int64_t cta_rows = std::int64_t{256} * plan.flat_rows;
-    if (plan.lanes != 1 || plan.threads != 256 || cols * size_of(spec.row) > 16) return "flat rows";
-    if (cta_rows * cols * size_of(spec.row) > 48 << 10) return "shared memory of flat rows";
+    const std::int64_t cta_rows = std::int64_t{256 / plan.lanes} * plan.flat_rows;
+    const std::int64_t bytes = cols * size_of(spec.row);
+    if (plan.lanes > 16 || plan.flat_rows > 32 || plan.threads != 256) return "flat rows";
+    if (bytes > (plan.pack * size_of(spec.row) == 16 ? 16 : 128)) return "flat rows";
+    if (cta_rows * bytes > 16 << 10) return "shared memory of flat rows";
+    if (cta_rows * bytes % 16 != 0) return "the first row of a CTA";
     if (plan.ctas * cta_rows < rows || (plan.ctas - 1) * cta_rows >= rows) return "CTAs";
     return plan.width == cols ? nullptr : "width";
   }

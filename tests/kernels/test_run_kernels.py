@@ -57,6 +57,11 @@ CALLS = [
     Call(LN, 257, 3, "f32", pad=1),
     Call(RMS, 65, 8, "f16", residual="f32", params="f32", out="f32", rounding="before_weight"),
     Call(LN, 5, 8, "f64", sms=2),
+    Call(LN, 1500, 1, sms=2, backwards=True),
+    Call(LN, 301, 33, sms=2, efficient=True),
+    Call(RMS, 601, 10, "f16", params="f32", rounding="before_weight", sms=2, backwards=True),
+    Call(LN, 261, 31, "f32", sms=2, weight=False),
+    Call(RMS, 301, 51, sms=2, backwards=True),
     # Tiles of the core table, and backward_kernel: CTAs that take rows in turn.
     Call(RMS, 257, 64, rounding="before_weight", sms=2),
     Call(LN, 257, 64, "f64", residual="f64"),
@@ -104,6 +109,8 @@ def test_values(call):
 
 SPECIAL = [  # a kernel each with code of its own for rows whose moments it takes again
     Call(LN, 3, 8, special="constant"),
+    Call(LN, 301, 33, special="constant", sms=2),
+    Call(RMS, 261, 31, "f32", special="large", sms=2),
     Call(LN, 3, 96, "f16", special="constant", shift=2),
     Call(LN, 3, 1152, "f32", special="constant"),
     Call(RMS, 3, 1152, "f32", special="large"),
@@ -165,6 +172,9 @@ SAME = [  # the calls differ in what must not change a bit of a row
     (Call(RMS, 6, 96, rounding="before_weight"), {"shift": 2}),
     (Call(LN, 6, 1024, "f16", params="f32"), {"shift": 1, "sms": 2}),
     (Call(LN, 6, 4100, "f32"), {"pad": 3, "backwards": True}),
+    (Call(LN, 301, 33, sms=2), {"pad": 1}),
+    (Call(RMS, 301, 60, "f16", params="f32", sms=2), {"sms": 132}),
+    (Call(LN, 261, 31, "f32", sms=2, special="constant"), {"pad": 1}),
     (Call(LN, 6, 20000, residual="bf16"), {"shift": 4, "clusters": False}),
     (Call(RMS, 300, 2048, residual="f32", sms=2), {"sms": 132, "backwards": True}),
 ]

@@ -14,8 +14,8 @@ struct BackwardRange {
   std::int64_t first;
   std::int64_t last;
   bool of_chunks;
-  void* sums =
-      nullptr;  // of rows: [grads_of(kind), cols], if the gradients of the parameters are wanted
+  // Of rows: [grads_of(kind), cols], if the gradients of the parameters are wanted.
+  void* sums = nullptr;
 };
 
 // X as in Forward.
@@ -214,8 +214,8 @@ class Backward {
     write_tile(dx_, args_.grad_input.data, args_.grad_input.dtype, tile, cols_);
   }
 
-  // The two passes over the rows of a tile. Not inlined: their copies in run_tile() would
-  // cost compile time.
+  // The two passes over the rows of a tile. Not inlined: their copies in run_tile() would cost
+  // compile time.
   template <typename Met>
   __attribute__((noinline)) void add_up(const Tile& tile, const View<X>& x, const View<X>& dy,
                                         bool is_xhat, PullbackTotals* totals) {

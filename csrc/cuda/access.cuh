@@ -84,6 +84,9 @@ __device__ __forceinline__ Pack<T, N> pack_of(float value) {
   return rounded<T>(values);
 }
 
+// Both load a lane's packs by load(), or in two steps: join() waits for what start() has loaded,
+// and takes what start() returned. Other loads may be started between them.
+
 // For rows that begin at a multiple of a pack's bytes (16 at most) and are whole packs long.
 struct Vectors {
   static constexpr bool kWhole = true;  // a pack is wholly inside the row or wholly outside
@@ -105,6 +108,15 @@ struct Vectors {
                                                 from + i * Lane::kStep, packs[i].words);
     }
   }
+  template <typename Lane, typename T, int N, int kVectors>
+  __device__ __forceinline__ static std::uint32_t start(const Lane& lane, const T* row,
+                                                        Pack<T, N> (&packs)[kVectors]) {
+    load(lane, row, packs);
+    return 0;
+  }
+  template <typename Lane, typename T, int N, int kVectors>
+  __device__ __forceinline__ static void join(const Lane&, const T*, Pack<T, N> (&)[kVectors],
+                                              std::uint32_t) {}
   template <typename Lane, typename T, int N>
   __device__ __forceinline__ static void store_pack(const Lane& lane, T* row, int i,
                                                     const Pack<T, N>& pack) {
@@ -168,9 +180,14 @@ struct Words {
   template <typename Lane, typename T, int N, int kVectors>
   __device__ __forceinline__ static void load(const Lane& lane, const T* row,
                                               Pack<T, N> (&packs)[kVectors]) {
+    join(lane, row, packs, start(lane, row, packs));
+  }
+  template <typename Lane, typename T, int N, int kVectors>
+  __device__ __forceinline__ static std::uint32_t start(const Lane& lane, const T* row,
+                                                        Pack<T, N> (&packs)[kVectors]) {
     const T* const from = row + lane.first;
-    const bool halves = splits_word(from);
-    if (!halves) {
+    std::uint32_t beyond = 0;
+    if (!splits_word(from)) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         clear(packs[i]);
@@ -178,13 +195,23 @@ struct Words {
                                             packs[i]);
       }
     } else if constexpr (sizeof(T) == 2 && N == 2) {
-      load_joined(lane, from, packs);
+      beyond = load_around(lane, from, packs);
     } else if constexpr (sizeof(T) == 2) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         clear(packs[i]);
         load_pack<true, Lane::kKeep, true>(from + i * Lane::kStep, lane.template valid<N>(i),
                                            packs[i]);
+      }
+    }
+    return beyond;
+  }
+  template <typename Lane, typename T, int N, int kVectors>
+  __device__ __forceinline__ static void join(const Lane& lane, const T* row,
+                                              Pack<T, N> (&packs)[kVectors], std::uint32_t beyond) {
+    if constexpr (sizeof(T) == 2 && N == 2) {
+      if (splits_word(row + lane.first)) {
+        join_halves(lane, packs, beyond);
       }
     }
   }
@@ -255,14 +282,13 @@ struct Words {
       return ((1u << Lane::kLanes) - 1u) << first;
     }
   }
-  // A lane reads the aligned word in which its own word begins, and takes the other half from the
-  // next lane.
+  // A lane reads the aligned words in which its own words begin. Returns the last lane's last
+  // element.
   template <typename Lane, typename T, int kVectors>
-  __device__ __forceinline__ static void load_joined(const Lane& lane, const T* from,
-                                                     Pack<T, 2> (&packs)[kVectors]) {
+  __device__ __forceinline__ static std::uint32_t load_around(const Lane& lane, const T* from,
+                                                              Pack<T, 2> (&packs)[kVectors]) {
     constexpr int kLanes = Lane::kLanes;
     const int id = static_cast<int>(threadIdx.x) % kLanes;
-    const unsigned lanes = lanes_of_row<Lane>();
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       clear(packs[i]);
@@ -271,9 +297,20 @@ struct Words {
       load_half_if(lane.template valid<2>(i) == 0, at, packs[i].words);
     }
     constexpr int kLast = kVectors - 1;
-    std::uint32_t beyond = 0;  // the last lane's last element
+    std::uint32_t beyond = 0;
     load_half_if(id == kLanes - 1 && lane.template valid<2>(kLast) > 1,
                  from + kLast * Lane::kStep + 1, &beyond);
+    return beyond;
+  }
+  // It takes the other halves from the next lane.
+  template <typename Lane, typename T, int kVectors>
+  __device__ __forceinline__ static void join_halves(const Lane& lane,
+                                                     Pack<T, 2> (&packs)[kVectors],
+                                                     std::uint32_t beyond) {
+    constexpr int kLanes = Lane::kLanes;
+    constexpr int kLast = kVectors - 1;
+    const int id = static_cast<int>(threadIdx.x) % kLanes;
+    const unsigned lanes = lanes_of_row<Lane>();
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const std::uint32_t word = packs[i].words[0];

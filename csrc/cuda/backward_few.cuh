@@ -26,13 +26,16 @@ class HeldRow {
 
   __device__ __forceinline__ HeldRow(const NormBackwardArgs& args, std::int64_t row,
                                      const RowLane& lane) {
-    load(args.x, row, lane, x_);
-    load(args.grad_output, row, lane, dy_);
+    const std::uint32_t of_x = start(args.x, row, lane, x_);
+    const std::uint32_t of_dy = start(args.grad_output, row, lane, dy_);
     if constexpr (Source::kReadsSum) {
       if (Source::sum_arrives(args)) {
-        load(args.grad_sum, row, lane, sum_);
+        const std::uint32_t of_sum = start(args.grad_sum, row, lane, sum_);
+        join(args.grad_sum, row, lane, sum_, of_sum);
       }
     }
+    join(args.x, row, lane, x_, of_x);
+    join(args.grad_output, row, lane, dy_, of_dy);
   }
 
   // Pack i of x (0), dy (1) or the gradient of the sum (2).
@@ -49,9 +52,16 @@ class HeldRow {
 
  private:
   template <typename T>
-  __device__ __forceinline__ static void load(const ConstRows& rows, std::int64_t row,
-                                              const RowLane& lane, Pack<T, N> (&packs)[kVectors]) {
-    Op::Access::load(lane, first_of<T, Source::kAtTwoStrides>(rows, row), packs);
+  __device__ __forceinline__ static std::uint32_t start(const ConstRows& rows, std::int64_t row,
+                                                        const RowLane& lane,
+                                                        Pack<T, N> (&packs)[kVectors]) {
+    return Op::Access::start(lane, first_of<T, Source::kAtTwoStrides>(rows, row), packs);
+  }
+  template <typename T>
+  __device__ __forceinline__ static void join(const ConstRows& rows, std::int64_t row,
+                                              const RowLane& lane, Pack<T, N> (&packs)[kVectors],
+                                              std::uint32_t started) {
+    Op::Access::join(lane, first_of<T, Source::kAtTwoStrides>(rows, row), packs, started);
   }
 
   Pack<X, N> x_[kVectors];
@@ -84,9 +94,9 @@ __device__ __forceinline__ void few_rows(const NormBackwardArgs& args, const Bac
   const int width = static_cast<int>(args.cols);
   const typename Backward::RowLane lane{place.warp * Tile::kWarpCols + place.lane * Tile::kPack,
                                         width, true};
+  const SavedStats<A> stats = Norm::saved(static_cast<const A*>(args.stats), row, args.rows);
   Backward backward(args, HeldRow<Op, Tile>(args, row, lane), 0, lane, place.lane, row);
-  const Normalizer<A> normalizer =
-      Norm::saved(static_cast<const A*>(args.stats), row, args.rows).normalizer();
+  const Normalizer<A> normalizer = stats.normalizer();
   typename Backward::Sums ignored[Tile::kVectors];
   PullbackSums<A> sums = backward.sums(row, normalizer, ignored);
   sums = sum_over_row<Norm, Tile>(sums, parts + place.team * place.warps, place);
@@ -139,23 +149,33 @@ class Slab {
     }
   }
 
+  // By words, the loads of kAtOnce rows are started before the first of them is waited for.
   __device__ __forceinline__ void take_rows() {
-#pragma unroll 4
-    for (std::int64_t row = thread_ / kSlabLanes; row < args_.rows; row += threads_ / kSlabLanes) {
-      constexpr bool kSplit = Op::Source::kAtTwoStrides;
-      Pack<X, N> x[kVectors];
-      Pack<GradOutput, N> dy[kVectors];
-      Op::Access::load(lane_, first_of<X, kSplit>(args_.x, row), x);
-      Op::Access::load(lane_, first_of<GradOutput, kSplit>(args_.grad_output, row), dy);
-      const Normalizer<A> normalizer =
-          Norm::saved(static_cast<const A*>(args_.stats), row, args_.rows).normalizer();
-      const typename Op::Epilogue epilogue(args_, row);
+    constexpr int kAtOnce = Op::Access::kWhole ? 1 : 4;
+    const int step = threads_ / kSlabLanes;
+#pragma unroll 4 / kAtOnce
+    for (std::int64_t first = thread_ / kSlabLanes; first < args_.rows; first += kAtOnce * step) {
+      Pack<X, N> x[kAtOnce][kVectors];
+      Pack<GradOutput, N> dy[kAtOnce][kVectors];
+      std::uint32_t of_x[kAtOnce], of_dy[kAtOnce];
+      SavedStats<A> stats[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        A xhat[N], grad[N];
-        NoPack nothing;
-        expand<Op>(epilogue, parameters_[i], lane_.col(i), x[i], dy[i], nothing, normalizer, xhat,
-                   grad, totals_[i]);
+      for (int k = 0; k < kAtOnce; ++k) {
+        const std::int64_t row = first + k * step;
+        if (row < args_.rows) {
+          of_x[k] = Op::Access::start(lane_, x_of(row), x[k]);
+          of_dy[k] = Op::Access::start(lane_, dy_of(row), dy[k]);
+          stats[k] = Norm::saved(static_cast<const A*>(args_.stats), row, args_.rows);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const std::int64_t row = first + k * step;
+        if (row < args_.rows) {
+          Op::Access::join(lane_, x_of(row), x[k], of_x[k]);
+          Op::Access::join(lane_, dy_of(row), dy[k], of_dy[k]);
+          take_row(row, x[k], dy[k], stats[k].normalizer());
+        }
       }
     }
   }
@@ -194,6 +214,26 @@ class Slab {
   }
 
  private:
+  __device__ __forceinline__ const X* x_of(std::int64_t row) const {
+    return first_of<X, Op::Source::kAtTwoStrides>(args_.x, row);
+  }
+  __device__ __forceinline__ const GradOutput* dy_of(std::int64_t row) const {
+    return first_of<GradOutput, Op::Source::kAtTwoStrides>(args_.grad_output, row);
+  }
+
+  __device__ __forceinline__ void take_row(std::int64_t row, const Pack<X, N> (&x)[kVectors],
+                                           const Pack<GradOutput, N> (&dy)[kVectors],
+                                           const Normalizer<A>& normalizer) {
+    const typename Op::Epilogue epilogue(args_, row);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      A xhat[N], grad[N];
+      NoPack nothing;
+      expand<Op>(epilogue, parameters_[i], lane_.col(i), x[i], dy[i], nothing, normalizer, xhat,
+                 grad, totals_[i]);
+    }
+  }
+
   // Adds up `total` over the groups of a warp.
   __device__ __forceinline__ void put(A total, A& sum) const {
 #pragma unroll

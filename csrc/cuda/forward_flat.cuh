@@ -132,6 +132,18 @@ __device__ __forceinline__ Moments<A> moments_again(const FlatSpan<Tile, T>& spa
   return mine.moments;
 }
 
+// The same for a row that may overflow; `scale` becomes that of its elements. All lanes of a warp
+// call it, because they take part in its sums.
+template <typename Norm, typename Tile, typename T, typename A>
+__device__ __forceinline__ Moments<A> careful_moments(const FlatSpan<Tile, T>& span, int row,
+                                                      int first, A& scale) {
+  const Moments<A> moments = moments_again<Norm>(span, row, first, A(1));
+  const Moments<A> scaled = moments_again<Norm>(span, row, first, Limits<A>::kScale);
+  const bool overflows = overflowed(moments);
+  scale = overflows ? Limits<A>::kScale : A(1);
+  return overflows ? scaled : moments;
+}
+
 // grid: enough CTAs for all rows.
 template <typename Op, typename Tile>
 __global__ void __launch_bounds__(kFlatThreads)
@@ -207,19 +219,14 @@ __global__ void __launch_bounds__(kFlatThreads)
 #pragma unroll 1
   for (int r = 0; r < Tile::kRows; ++r) {
     const bool is_untrusted = untrusted >> r & 1u;
-    if (!__any_sync(kAllLanes, is_untrusted)) {  // the lanes of a warp take part in its sums
+    if (!__any_sync(kAllLanes, is_untrusted)) {
       continue;
     }
     const int row = row_of(r);
     Pack<Row, N> packs[kVectors];
     load(row, packs);
-    A scale = 1;
-    Moments<A> moments = moments_again<Norm>(source, row, lane.first, scale);
-    const Moments<A> scaled = moments_again<Norm>(source, row, lane.first, Limits<A>::kScale);
-    if (overflowed(moments)) {
-      scale = Limits<A>::kScale;
-      moments = scaled;
-    }
+    A scale;
+    const Moments<A> moments = careful_moments<Norm>(source, row, lane.first, scale);
     __syncwarp();  // all lanes have read what is overwritten now
     if (is_untrusted) {
       finish(row, packs, moments, scale);

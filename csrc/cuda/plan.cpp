@@ -87,16 +87,17 @@ Grid best_grid(std::int64_t units, const Limits& limits, bool odd) {
     const int resident = std::min(std::max(wanted / threads, 1) * threads, wanted);
     const int distance = std::abs(per_lane - limits.liked);
     const std::int64_t slots = std::int64_t{lanes} * per_lane * warps;
-    const std::int64_t idle = slots * 1024 * wanted / resident;
+    const std::int64_t vector_cost = slots * 1024 * wanted / resident;
     // Words that the row's last lane lacks are checked in every lane; each warp takes part in the
     // sums of the row; and idle threads weigh less beside that. H100, bf16, LayerNorm, share of
     // copy at 13104x5121: 0.78 with 8 of 11 words checked, 0.96 with 2 of 14; at 8629x7777: 0.87
     // with 8 warps of 16 words, 0.96 with 7 of 18, 0.79 with 14 of 9.
     const std::int64_t lacking = ceil_div(slots - units, lanes);
-    const std::int64_t by_words =
-        (slots * 1024 + idle) / 2 + lanes * warps * (2048 + 410 * lacking);
+    constexpr std::int64_t kSums = 2048, kCheck = 410;  // of a lane; a unit of the row is 1024
+    const std::int64_t word_cost =
+        (slots * 1024 + vector_cost) / 2 + lanes * warps * (kSums + kCheck * lacking);
     const std::int64_t cost =
-        (odd ? by_words : idle) + slots * (2 * distance + (per_lane > limits.liked));
+        (odd ? word_cost : vector_cost) + slots * (2 * distance + (per_lane > limits.liked));
     if (best.lanes == 0 || cost < best_cost) {
       best = {lanes, per_lane, warps};
       best_cost = cost;

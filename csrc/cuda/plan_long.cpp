@@ -60,10 +60,10 @@ int many_ctas_per_sm(const ForwardSpec& spec, std::int64_t parts, bool odd,
   const bool is_double = spec.row == DType::kFloat64;
   if (plan.parts == 2) {
     const bool narrow = size_of(spec.parameters) == size_of(spec.row);
-    const bool wide = spec.row != DType::kFloat32 || spec.dropout || !narrow;
+    const bool fit = spec.row == DType::kFloat32 && !spec.dropout && narrow;  // four
     // A cluster of sixteen needs its place on the SMs of one part of the GPU. Share of copy with
     // four and with three: 0.90 0.94 at 1024x131072 (H100, fp32, LayerNorm).
-    return wide || parts > 8 * kWarps * plan.parts ? 3 : 4;
+    return fit && parts <= 8 * kWarps * plan.parts ? 4 : 3;
   }
   const bool mixed = deal_of(spec).unit != deal_of(spec).pack;
   if (plan.words || spec.dropout || is_double || (mixed && spec.adds)) {

@@ -50,11 +50,18 @@ struct ForwardTile {
   static constexpr bool kOneWarp = kLanes < kWarpSize || kWarps == 1;  // known at compile time
 };
 
+// In place of a Lane, if elements past the end of the row count as well.
+struct AllElements {
+  template <int N>
+  __device__ __forceinline__ int valid(int) const {
+    return N;
+  }
+};
+
 // Calls add(x · scale - from, total) for a lane's elements, in one short chain of sums for each
 // pack. A long chain would let the scheduler unpack the whole row ahead of it, in twice the
-// registers. With kAll, also for elements past the end of the row.
-template <bool kAll, bool kWhole, typename Lane, typename T, int N, int kVectors, typename A,
-          typename Add>
+// registers.
+template <bool kWhole, typename Lane, typename T, int N, int kVectors, typename A, typename Add>
 __device__ __forceinline__ A sum_deviations(const Lane& lane, const Pack<T, N> (&row)[kVectors],
                                             A scale, A from, Add&& add) {
   A total = 0;
@@ -63,7 +70,7 @@ __device__ __forceinline__ A sum_deviations(const Lane& lane, const Pack<T, N> (
     A x[N];
     A part = 0;
     to_values(row[i], x);
-    const int valid = kAll ? N : lane.template valid<N>(i);
+    const int valid = lane.template valid<N>(i);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       add(kWhole || valid > j ? x[j] * scale - from : A(0), part);
@@ -85,10 +92,10 @@ __device__ __forceinline__ Moments<A> moments_of_lanes(const Lane& lane,
                                                        A scale, bool refined) {
   Moments<A> moments{};
   const auto sum_all = [&](auto&& add) {
-    return lane_sum<kLanes>(sum_deviations<true, kWhole>(lane, row, scale, A(0), add));
+    return lane_sum<kLanes>(sum_deviations<kWhole>(AllElements{}, row, scale, A(0), add));
   };
   const auto sum = [&](auto&& add) {
-    return lane_sum<kLanes>(sum_deviations<false, kWhole>(lane, row, scale, moments.mean, add));
+    return lane_sum<kLanes>(sum_deviations<kWhole>(lane, row, scale, moments.mean, add));
   };
   const auto itself = [](A deviation, A& total) { total += deviation; };
   const auto square = [](A deviation, A& total) {

@@ -95,6 +95,7 @@ CallPlan plan_of(const NormForwardArgs& args, const DeviceInfo& device) {
            {"width", plan.width},
            {"core", plan.core},
            {"words", plan.words},
+           {"flat_threads", plan.flat_threads},
            {"flat_rows", plan.flat_rows},
            {"threads", plan.threads},
            {"ctas", plan.ctas}},

@@ -1,30 +1,56 @@
-// Forward of short rows that lie one after another and of which most begin inside a vector. A CTA
-// copies its rows as one span into shared memory and back, and a few lanes process each row there.
-// The bits are those of forward_kernel with as many lanes. Compiled by nvcc and by NVRTC;
-// torch-free.
+// Forward of short rows that lie one after another. A CTA copies its rows as one span into shared
+// memory and back, whole vectors at a time, and one thread or a few process each row there. They
+// stand in for the lanes that forward_kernel would give the row, so the bits are the same. Compiled
+// by nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include "cuda/forward_rows.cuh"
 
 namespace fused_op::cuda {
 
-// A thread has a part of kRows rows of kCols columns: every kLanes-th pack of kPack elements.
-template <int kPack_, int kLanes_, int kRows_, int kCols_>
+// A row of kCols columns has kLanes lanes, each with every kLanes-th pack of kPack elements. Each
+// of its kThreads threads has the packs of every kThreads-th lane, and of kRows rows in turn.
+template <int kPack_, int kLanes_, int kThreads_, int kRows_, int kCtasPerSm_, int kCols_>
 struct FlatTile {
   static constexpr int kPack = kPack_;
   static constexpr int kLanes = kLanes_;
+  static constexpr int kThreads = kThreads_;
   static constexpr int kRows = kRows_;
+  static constexpr int kCtasPerSm = kCtasPerSm_;
   static constexpr int kCols = kCols_;
+  static constexpr int kOwnLanes = kLanes / kThreads;  // of a thread
   static constexpr int kStep = kLanes * kPack;
-  static constexpr int kVectors = (kCols + kStep - 1) / kStep;
-  static constexpr int kSideBySide = kFlatThreads / kLanes;  // rows
-  static constexpr int kCtaRows = kSideBySide * kRows;
+  static constexpr int kVectors = (kCols + kStep - 1) / kStep;  // packs of a lane
+  static constexpr int kWarpRows = kWarpSize / kThreads;
+  static constexpr int kWarpTurns = kFlatThreads / kWarpSize * kRows;  // of all warps
+  static constexpr int kCtaRows = kWarpTurns * kWarpRows;
   // Vectors of 16 bytes that a thread copies, at most.
   template <typename T>
   static constexpr int kCopies =
       (kCtaRows * kCols + kFlatThreads * kVector<T> - 1) / (kFlatThreads * kVector<T>);
   using RowLane = Lane<kLanes, kStep, kCols / kStep, false>;
   using Access = std::conditional_t<kCols % kPack == 0, Vectors, Words>;  // for parameters
+
+  // The thread's row in the CTA, in its turn `turn`. The rows that a warp has at once are so far
+  // apart that they begin in different banks of shared memory: neighbours at 63 columns of two
+  // bytes, with eight threads each, would share eight banks.
+  template <typename T>
+  __device__ __forceinline__ static int row(int turn) {
+    constexpr int kBytes = kCols * static_cast<int>(sizeof(T));
+    constexpr int kPieces = kBytes & -kBytes;  // of so many bytes a row is an odd number
+    constexpr int kAccess = kCols % kPack == 0 ? kPack * static_cast<int>(sizeof(T)) : 4;
+    constexpr int kWanted = kThreads * kAccess / kPieces;
+    constexpr int kApart = kWanted < 1 ? 1 : kWanted < kWarpTurns ? kWanted : kWarpTurns;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int warp_turn = turn * (kFlatThreads / kWarpSize) + thread / kWarpSize;
+    const int in_warp = thread % kWarpSize / kThreads;
+    return warp_turn / kApart * (kApart * kWarpRows) + warp_turn % kApart + in_warp * kApart;
+  }
+  // The thread's lane `own`.
+  __device__ __forceinline__ static RowLane lane(int own) {
+    const int number = static_cast<int>(threadIdx.x) % kThreads + own * kThreads;
+    return {number * kPack, kCols, true};
+  }
 };
 
 // The rows of a CTA in shared memory.
@@ -114,20 +140,58 @@ struct FlatSpan {
   }
 };
 
+// The packs of a row that a thread has, kCount of each lane.
+template <typename Tile, typename T, int kCount>
+using OwnPacks = Pack<T, Tile::kPack>[Tile::kOwnLanes][kCount];
+
+// The moments of `count` elements of a row, of which each thread has `packs`: as moments_of_lanes()
+// of so many lanes finds them, to the bit. lane(i) is a thread's lane i.
+template <typename Norm, bool kWhole, typename Tile, typename T, int kCount, typename A,
+          typename LaneOf>
+__device__ __forceinline__ Moments<A> moments_of_threads(LaneOf&& lane,
+                                                         const OwnPacks<Tile, T, kCount>& packs,
+                                                         A count, A scale, bool refined) {
+  return moments_from<Norm, T>(lane, count, refined, [&](const auto& valid, A from, auto&& add) {
+    A sums[Tile::kOwnLanes];
+#pragma unroll
+    for (int own = 0; own < Tile::kOwnLanes; ++own) {
+      if constexpr (std::is_same_v<decltype(valid), const AllElements&>) {
+        sums[own] = sum_deviations<kWhole>(valid, packs[own], scale, from, add);
+      } else {
+        sums[own] = sum_deviations<kWhole>(valid(own), packs[own], scale, from, add);
+      }
+    }
+#pragma unroll
+    for (int half = Tile::kOwnLanes / 2; half > 0; half /= 2) {  // as lane_sum() would
+#pragma unroll
+      for (int own = 0; own < half; ++own) {
+        sums[own] += sums[own + half];
+      }
+    }
+    return lane_sum<Tile::kThreads>(sums[0]);
+  });
+}
+
 // Computes the moments of a row again, pack by pack, because they were not trusted(). See
 // Rescue::moments().
 template <typename Norm, typename Tile, typename T, typename A>
 __device__ __forceinline__ Moments<A> moments_again(const FlatSpan<Tile, T>& span, int row,
-                                                    int first, A scale) {
-  constexpr int N = Tile::kPack;
+                                                    A scale) {
   WarpMoments<A> mine{};
 #pragma unroll 1
   for (int i = 0; i < Tile::kVectors; ++i) {
-    const Lane<Tile::kLanes, 0, 0, false> lane{first + i * Tile::kStep, Tile::kCols, true};
-    const Pack<T, N> pack[1] = {span.load(row, lane, 0)};
+    const auto lane = [&](int own) {
+      const int first = Tile::lane(own).col(i);
+      return Lane<Tile::kLanes, 0, 0, false>{first, Tile::kCols, true};
+    };
+    OwnPacks<Tile, T, 1> packs;
+#pragma unroll
+    for (int own = 0; own < Tile::kOwnLanes; ++own) {
+      packs[own][0] = span.load(row, lane(own), 0);
+    }
     const A count = static_cast<A>(min(Tile::kCols - i * Tile::kStep, Tile::kStep));
-    mine = append(
-        mine, {count, moments_of_lanes<Norm, false, Tile::kLanes>(lane, pack, count, scale, true)});
+    mine = append(mine,
+                  {count, moments_of_threads<Norm, false, Tile>(lane, packs, count, scale, true)});
   }
   return mine.moments;
 }
@@ -136,9 +200,9 @@ __device__ __forceinline__ Moments<A> moments_again(const FlatSpan<Tile, T>& spa
 // call it, because they take part in its sums.
 template <typename Norm, typename Tile, typename T, typename A>
 __device__ __forceinline__ Moments<A> careful_moments(const FlatSpan<Tile, T>& span, int row,
-                                                      int first, A& scale) {
-  const Moments<A> moments = moments_again<Norm>(span, row, first, A(1));
-  const Moments<A> scaled = moments_again<Norm>(span, row, first, Limits<A>::kScale);
+                                                      A& scale) {
+  const Moments<A> moments = moments_again<Norm>(span, row, A(1));
+  const Moments<A> scaled = moments_again<Norm>(span, row, Limits<A>::kScale);
   const bool overflows = overflowed(moments);
   scale = overflows ? Limits<A>::kScale : A(1);
   return overflows ? scaled : moments;
@@ -146,7 +210,7 @@ __device__ __forceinline__ Moments<A> careful_moments(const FlatSpan<Tile, T>& s
 
 // grid: enough CTAs for all rows.
 template <typename Op, typename Tile>
-__global__ void __launch_bounds__(kFlatThreads)
+__global__ void __launch_bounds__(kFlatThreads, Tile::kCtasPerSm)
     forward_flat_kernel(const __grid_constant__ NormForwardArgs args) {
   using Norm = typename Op::Norm;
   using Row = typename Op::Source::Row;
@@ -155,6 +219,9 @@ __global__ void __launch_bounds__(kFlatThreads)
   using A = Accumulator<Row>;
   constexpr int N = Tile::kPack;
   constexpr int kVectors = Tile::kVectors;
+  constexpr int kOwnLanes = Tile::kOwnLanes;
+  constexpr int kOwnBytes = Tile::kCols * int{sizeof(Row)} / Tile::kThreads;
+  constexpr int kOverlap = kOwnBytes < 32 ? 32 / kOwnBytes : 1;  // rows of a thread at once
   static_assert(sizeof(Y) == sizeof(Row));  // the output takes the input's place
   static_assert(std::is_same_v<typename Op::Args, NormForwardArgs>, "nothing beside the row");
 
@@ -163,72 +230,69 @@ __global__ void __launch_bounds__(kFlatThreads)
   const FlatSpan<Tile, Y> target{shared};
   const std::int64_t cta_row = static_cast<std::int64_t>(blockIdx.x) * Tile::kCtaRows;
   const int rows = static_cast<int>(min(args.rows - cta_row, std::int64_t{Tile::kCtaRows}));
-  const int thread = static_cast<int>(threadIdx.x);
-  const typename Tile::RowLane lane{thread % Tile::kLanes * N, Tile::kCols, true};
   await_kernels_before();
   source.read(static_cast<const Row*>(args.input.data) + cta_row * Tile::kCols, rows * Tile::kCols);
-  typename Epilogue::template Parameters<N> parameters[kVectors];
+  typename Epilogue::template Parameters<N> parameters[kOwnLanes][kVectors];
+  const auto each_pack = [&](auto&& visit) {
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    parameters[i] = Epilogue::template load<Norm, typename Tile::Access, N>(
-        args, lane.col(i), lane.template valid<N>(i));
-  }
-  __syncthreads();
-  const A cols = static_cast<A>(Tile::kCols);
-  const auto load = [&](int row, Pack<Row, N>(&packs)[kVectors]) {
+    for (int own = 0; own < kOwnLanes; ++own) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      packs[i] = source.load(row, lane, i);
+      for (int i = 0; i < kVectors; ++i) {
+        visit(own, i, Tile::lane(own));
+      }
     }
   };
-  const auto finish = [&](int row, const Pack<Row, N>(&packs)[kVectors], Moments<A> moments,
+  each_pack([&](int own, int i, const auto& lane) {
+    parameters[own][i] = Epilogue::template load<Norm, typename Tile::Access, N>(
+        args, lane.col(i), lane.template valid<N>(i));
+  });
+  __syncthreads();
+  const A cols = static_cast<A>(Tile::kCols);
+  const auto load = [&](int row, OwnPacks<Tile, Row, kVectors>& packs) {
+    each_pack([&](int own, int i, const auto& lane) { packs[own][i] = source.load(row, lane, i); });
+  };
+  const auto finish = [&](int row, const OwnPacks<Tile, Row, kVectors>& packs, Moments<A> moments,
                           A scale) {
-    const Normalizer<A> normalizer = normalizer_of<Norm>(
-        args, moments, scale, reciprocal(cols), cta_row + row, row < rows && lane.first == 0);
-    Epilogue epilogue(args, cta_row + row, lane);
-    const typename Epilogue::template Beside<N, kVectors> nothing{};
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
+    const bool saves = row < rows && static_cast<int>(threadIdx.x) % Tile::kThreads == 0;
+    const Normalizer<A> normalizer =
+        normalizer_of<Norm>(args, moments, scale, reciprocal(cols), cta_row + row, saves);
+    each_pack([&](int own, int i, const auto& lane) {
+      Epilogue epilogue(args, cta_row + row, lane);
+      const typename Epilogue::template Beside<N, kVectors> nothing{};
       A values[N];
-      to_values(packs[i], values);
+      to_values(packs[own][i], values);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         values[j] = Norm::normalized(values[j], normalizer);
       }
-      epilogue.template apply<Norm>(parameters[i], nothing, i, values);
+      epilogue.template apply<Norm>(parameters[own][i], nothing, i, values);
       target.store(row, lane, i, rounded<Y>(values));
-    }
+    });
   };
-  // No branch tests whether a row exists, so that the rows of a thread overlap. Rows past the last
-  // one hold arbitrary values, and are stored only in shared memory.
-  const auto row_of = [&](int r) { return r * Tile::kSideBySide + thread / Tile::kLanes; };
-  unsigned untrusted = 0;  // one bit for each row
-#pragma unroll
-  for (int r = 0; r < Tile::kRows; ++r) {
-    const int row = row_of(r);
-    Pack<Row, N> packs[kVectors];
+  // Rows past the last one hold arbitrary values, and are stored only in shared memory.
+  unsigned untrusted = 0;  // one bit for each turn
+#pragma unroll kOverlap
+  for (int turn = 0; turn < Tile::kRows; ++turn) {
+    const int row = Tile::template row<Row>(turn);
+    OwnPacks<Tile, Row, kVectors> packs;
     load(row, packs);
     const Moments<A> moments =
-        moments_of_lanes<Norm, Tile::kCols % N == 0, Tile::kLanes>(lane, packs, cols, A(1), false);
+        moments_of_threads<Norm, Tile::kCols % N == 0, Tile>(Tile::lane, packs, cols, A(1), false);
     if (trusted(moments, cols)) {
       finish(row, packs, moments, A(1));
     } else {
-      untrusted |= 1u << r;
+      untrusted |= 1u << turn;
     }
   }
 #pragma unroll 1
-  for (int r = 0; r < Tile::kRows; ++r) {
-    const bool is_untrusted = untrusted >> r & 1u;
-    if (!__any_sync(kAllLanes, is_untrusted)) {
-      continue;
-    }
-    const int row = row_of(r);
-    Pack<Row, N> packs[kVectors];
+  for (int turn = 0; turn < Tile::kRows && __any_sync(kAllLanes, untrusted >> turn != 0); ++turn) {
+    const int row = Tile::template row<Row>(turn);
+    OwnPacks<Tile, Row, kVectors> packs;
     load(row, packs);
     A scale;
-    const Moments<A> moments = careful_moments<Norm>(source, row, lane.first, scale);
+    const Moments<A> moments = careful_moments<Norm>(source, row, scale);
     __syncwarp();  // all lanes have read what is overwritten now
-    if (is_untrusted) {
+    if (untrusted >> turn & 1u) {
       finish(row, packs, moments, scale);
     }
   }

@@ -80,41 +80,45 @@ __device__ __forceinline__ A sum_deviations(const Lane& lane, const Pack<T, N> (
   return total;
 }
 
-// The moments of `count` elements held by kLanes neighbouring lanes, valid in every lane. `refined`
-// takes another pass for the mean. Two passes over registers instead of E[x²] - E[x]²: nothing
-// cancels if |mean| >> deviation. Past the end of a row there are zeros, so only deviations from a
-// mean are checked: with all checked, 0.93 of copy instead of 0.98 at 10920x6145 (H100, bf16,
-// RMSNorm).
-template <typename Norm, bool kWhole, int kLanes, typename Lane, typename T, int N, int kVectors,
-          typename A>
-__device__ __forceinline__ Moments<A> moments_of_lanes(const Lane& lane,
-                                                       const Pack<T, N> (&row)[kVectors], A count,
-                                                       A scale, bool refined) {
+// The moments of `count` elements, valid in every lane. sum(row, from, add) is the sum over them of
+// what add(x · scale - from, total) adds; past the end of a row there are zeros, and with
+// AllElements as `row` they count, too. `refined` takes another pass for the mean. Two passes over
+// registers instead of E[x²] - E[x]²: nothing cancels if |mean| >> deviation. Only deviations from
+// a mean are checked for the end of the row: with all checked, 0.93 of copy instead of 0.98 at
+// 10920x6145 (H100, bf16, RMSNorm).
+template <typename Norm, typename T, typename Row, typename A, typename Sum>
+__device__ __forceinline__ Moments<A> moments_from(const Row& row, A count, bool refined,
+                                                   Sum&& sum) {
   Moments<A> moments{};
-  const auto sum_all = [&](auto&& add) {
-    return lane_sum<kLanes>(sum_deviations<kWhole>(AllElements{}, row, scale, A(0), add));
-  };
-  const auto sum = [&](auto&& add) {
-    return lane_sum<kLanes>(sum_deviations<kWhole>(lane, row, scale, moments.mean, add));
-  };
   const auto itself = [](A deviation, A& total) { total += deviation; };
   const auto square = [](A deviation, A& total) {
     total = multiply_add(deviation, deviation, total);
   };
   if constexpr (Norm::kCentered) {
     const A inverse_count = count > A(0) ? reciprocal(count) : A(0);
-    moments.mean = sum_all(itself) * inverse_count;
+    moments.mean = sum(AllElements{}, A(0), itself) * inverse_count;
     if (refined) {
-      moments.mean += sum(itself) * inverse_count;
+      moments.mean += sum(row, moments.mean, itself) * inverse_count;
     }
     if constexpr (sizeof(T) >= 4) {  // means of 16-bit elements need no correction below rounding
-      moments.rest = sum(itself) * inverse_count;
+      moments.rest = sum(row, moments.mean, itself) * inverse_count;
     }
-    moments.second = sum(square) - count * moments.rest * moments.rest;
+    moments.second = sum(row, moments.mean, square) - count * moments.rest * moments.rest;
   } else {
-    moments.second = sum_all(square);
+    moments.second = sum(AllElements{}, A(0), square);
   }
   return moments;
+}
+
+// The same of elements held by kLanes neighbouring lanes.
+template <typename Norm, bool kWhole, int kLanes, typename Lane, typename T, int N, int kVectors,
+          typename A>
+__device__ __forceinline__ Moments<A> moments_of_lanes(const Lane& lane,
+                                                       const Pack<T, N> (&row)[kVectors], A count,
+                                                       A scale, bool refined) {
+  return moments_from<Norm, T>(lane, count, refined, [&](const auto& valid, A from, auto&& add) {
+    return lane_sum<kLanes>(sum_deviations<kWhole>(valid, row, scale, from, add));
+  });
 }
 
 // The position of a thread.

@@ -79,9 +79,10 @@ struct ForwardPlan {
   int width;  // a constant of the kernel; 0: known at run time
   bool core;  // the kernel is in the core table: its rows fill their lanes
 
-  bool words;     // rows move by words, because of their addresses or their length
-  int flat_rows;  // parts of rows that a thread has in forward_flat_kernel; 0: forward_kernel
-  int threads;    // of a CTA
+  bool words;        // rows move by words, because of their addresses or their length
+  int flat_threads;  // of a row in forward_flat_kernel
+  int flat_rows;     // that these take in turn; 0: forward_kernel
+  int threads;       // of a CTA
   std::int64_t ctas;
 };
 

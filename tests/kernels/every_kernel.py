@@ -199,7 +199,7 @@ def planned(pair: Pair, gpu: Gpu, portable: bool = False) -> list[Call]:
 KERNEL = re.compile(r"fused_op::cuda::(\w+)<(?:fused_op::cuda::\w+Op<(.*)>, .*Tile<(.*)>|(.*))>$")
 TYPE = re.compile(r"fused_op::B?Float16|float|double")
 # Of the arguments of a tile, those that only bound registers, and the width.
-BOUNDS = {"forward_kernel": (5, 6, 7), "forward_flat_kernel": (3,), "backward_kernel": (3, 4, 8)}
+BOUNDS = {"forward_kernel": (5, 6, 7), "forward_flat_kernel": (4, 5), "backward_kernel": (3, 4, 8)}
 BOUNDS |= {f"forward_{form}_kernel": (4, 5) for form in ("cluster", "in_turn", "streamed")}
 BOUNDS["backward_few_kernel"] = (3, 4, 8)
 

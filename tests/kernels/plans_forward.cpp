@@ -17,8 +17,8 @@ int row_threads(const ForwardPlan& plan, std::int64_t cols) {
 }
 
 // Whether both plans give each element to the same lane of the same warp.
-bool same_lanes(const ForwardPlan& a, const ForwardPlan& b) {
-  return a.pack == b.pack && a.lanes == b.lanes && a.vectors == b.vectors;
+bool same_lanes(const ForwardPlan& a, const ForwardPlan& b, std::int64_t cols) {
+  return (a.pack == b.pack || cols == 1) && a.lanes == b.lanes && a.vectors == b.vectors;
 }
 
 const char* broken_rule(const ForwardSpec& spec, const ForwardPlan& plan, std::int64_t rows,
@@ -33,13 +33,15 @@ const char* broken_rule(const ForwardSpec& spec, const ForwardPlan& plan, std::i
   if (plan.lanes == 32 && (threads / 32 - 1) * warp_cols >= cols) {
     return "an empty warp";
   }
-  if (!same_lanes(plan, first)) return "the lane of an element depends on the rows";
+  if (!same_lanes(plan, first, cols)) return "the lane of an element depends on the rows";
   if (plan.flat_rows > 0) {
-    const std::int64_t cta_rows = std::int64_t{256 / plan.lanes} * plan.flat_rows;
+    const std::int64_t cta_rows = std::int64_t{256 / plan.flat_threads} * plan.flat_rows;
     const std::int64_t bytes = cols * size_of(spec.row);
-    if (plan.lanes > 16 || plan.flat_rows > 32 || plan.threads != 256) return "flat rows";
-    if (bytes > (plan.pack * size_of(spec.row) == 16 ? 16 : 128)) return "flat rows";
-    if (cta_rows * bytes > 16 << 10) return "shared memory of flat rows";
+    if (plan.flat_threads > plan.lanes || plan.lanes % plan.flat_threads != 0) return "flat rows";
+    if (threads > 32 || plan.flat_rows > 32 || plan.threads != 256) return "flat rows";
+    if (cols > (plan.pack * size_of(spec.row) == 16 ? 48 : 256)) return "flat rows";
+    if (plan.ctas_per_sm < 1 || plan.ctas_per_sm > 5) return "CTAs of an SM";
+    if (cta_rows * bytes > 32 << 10) return "shared memory of flat rows";
     if (cta_rows * bytes % 16 != 0) return "the first row of a CTA";
     if (plan.ctas * cta_rows < rows || (plan.ctas - 1) * cta_rows >= rows) return "CTAs";
     return plan.width == cols ? nullptr : "width";

@@ -62,6 +62,12 @@ CALLS = [
     Call(RMS, 601, 10, "f16", params="f32", rounding="before_weight", sms=2, backwards=True),
     Call(LN, 261, 31, "f32", sms=2, weight=False),
     Call(RMS, 301, 51, sms=2, backwards=True),
+    Call(LN, 900, 2, "f16", sms=2),
+    Call(LN, 601, 24, sms=2),
+    Call(RMS, 301, 40, "f16", params="f32", sms=2, backwards=True),
+    Call(LN, 301, 97, sms=2, efficient=True),
+    Call(LN, 131, 255, "f16", sms=2),
+    Call(RMS, 131, 193, "f32", weight=False, sms=2, backwards=True),
     # Tiles of the core table, and backward_kernel: CTAs that take rows in turn.
     Call(RMS, 257, 64, rounding="before_weight", sms=2),
     Call(LN, 257, 64, "f64", residual="f64"),
@@ -110,6 +116,7 @@ def test_values(call):
 SPECIAL = [  # a kernel each with code of its own for rows whose moments it takes again
     Call(LN, 3, 8, special="constant"),
     Call(LN, 301, 33, special="constant", sms=2),
+    Call(LN, 301, 255, special="constant", sms=2),
     Call(RMS, 261, 31, "f32", special="large", sms=2),
     Call(LN, 3, 96, "f16", special="constant", shift=2),
     Call(LN, 3, 1152, "f32", special="constant"),

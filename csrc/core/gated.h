@@ -201,8 +201,7 @@ struct GatedInput {
   }
   template <typename Access, typename Lane, int N, int kVectors>
   FUSED_OP_HD void load(const Lane& lane, Loaded<N, kVectors>& loaded) const {
-    Access::load(lane, input, loaded.input);
-    Access::load(lane, gate, loaded.gate);
+    Access::load_both(lane, input, loaded.input, gate, loaded.gate);
   }
   template <typename Access, typename Lane, int N, int kVectors>
   FUSED_OP_HD void read(const Lane& lane, Pack<Row, N> (&row)[kVectors]) const {

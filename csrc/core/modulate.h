@@ -48,8 +48,7 @@ struct GatedResidual {
   }
   template <typename Access, typename Lane, int N, int kVectors>
   FUSED_OP_HD void load(const Lane& lane, Loaded<N, kVectors>& loaded) const {
-    Access::load(lane, input, loaded.input);
-    Access::load(lane, residual, loaded.residual);
+    Access::load_both(lane, input, loaded.input, residual, loaded.residual);
     Access::load(lane, gate, loaded.gate);
   }
   template <typename Access, typename Lane, int N, int kVectors>

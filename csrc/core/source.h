@@ -149,8 +149,7 @@ struct AddResidual {
   }
   template <typename Access, typename Lane, int N, int kVectors>
   FUSED_OP_HD void load(const Lane& lane, Loaded<N, kVectors>& loaded) const {
-    Access::load(lane, input, loaded.input);
-    Access::load(lane, residual, loaded.residual);
+    Access::load_both(lane, input, loaded.input, residual, loaded.residual);
   }
   template <typename Access, typename Lane, int N, int kVectors>
   FUSED_OP_HD void read(const Lane& lane, Pack<Row, N> (&row)[kVectors]) const {

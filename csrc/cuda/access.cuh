@@ -117,6 +117,16 @@ struct Vectors {
   template <typename Lane, typename T, int N, int kVectors>
   __device__ __forceinline__ static void join(const Lane&, const T*, Pack<T, N> (&)[kVectors],
                                               std::uint32_t) {}
+  // Two rows.
+  template <typename Lane, typename T, typename U, int N, int kVectors>
+  __device__ __forceinline__ static void load_both(const Lane& lane, const T* row,
+                                                   Pack<T, N> (&packs)[kVectors], const U* other,
+                                                   Pack<U, N> (&others)[kVectors]) {
+    const std::uint32_t of_row = start(lane, row, packs);
+    const std::uint32_t of_other = start(lane, other, others);
+    join(lane, row, packs, of_row);
+    join(lane, other, others, of_other);
+  }
   template <typename Lane, typename T, int N>
   __device__ __forceinline__ static void store_pack(const Lane& lane, T* row, int i,
                                                     const Pack<T, N>& pack) {
@@ -182,20 +192,22 @@ struct Words {
                                               Pack<T, N> (&packs)[kVectors]) {
     join(lane, row, packs, start(lane, row, packs));
   }
+  // Starts the loads of a row, and join() makes packs of what they return; all lanes of a warp call
+  // both. A 16-bit row is loaded alike wherever it begins, because a second load into a register
+  // would wait for the first.
   template <typename Lane, typename T, int N, int kVectors>
   __device__ __forceinline__ static std::uint32_t start(const Lane& lane, const T* row,
                                                         Pack<T, N> (&packs)[kVectors]) {
     const T* const from = row + lane.first;
-    std::uint32_t beyond = 0;
-    if (!splits_word(from)) {
+    if constexpr (sizeof(T) == 2 && N == 2) {
+      return load_around(lane, from, packs);
+    } else if (!splits_word(from)) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         clear(packs[i]);
         load_pack<false, Lane::kKeep, true>(from + i * Lane::kStep, lane.template valid<N>(i),
                                             packs[i]);
       }
-    } else if constexpr (sizeof(T) == 2 && N == 2) {
-      beyond = load_around(lane, from, packs);
     } else if constexpr (sizeof(T) == 2) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
@@ -204,16 +216,32 @@ struct Words {
                                            packs[i]);
       }
     }
-    return beyond;
+    return 0;
   }
   template <typename Lane, typename T, int N, int kVectors>
   __device__ __forceinline__ static void join(const Lane& lane, const T* row,
-                                              Pack<T, N> (&packs)[kVectors], std::uint32_t beyond) {
+                                              Pack<T, N> (&packs)[kVectors], std::uint32_t half) {
     if constexpr (sizeof(T) == 2 && N == 2) {
-      if (splits_word(row + lane.first)) {
-        join_halves(lane, packs, beyond);
+      const bool splits = splits_word(row + lane.first);
+      if (Lane::kLanes == 32 ? splits : __any_sync(0xffffffffu, splits)) {
+        join_halves(lane, packs, splits, half);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          packs[i].words[0] = lane.template valid<2>(i) == 1 ? half : packs[i].words[0];
+        }
       }
     }
+  }
+  // Two rows: the loads of both are started before one is waited for.
+  template <typename Lane, typename T, typename U, int N, int kVectors>
+  __device__ __forceinline__ static void load_both(const Lane& lane, const T* row,
+                                                   Pack<T, N> (&packs)[kVectors], const U* other,
+                                                   Pack<U, N> (&others)[kVectors]) {
+    const std::uint32_t of_row = start(lane, row, packs);
+    const std::uint32_t of_other = start(lane, other, others);
+    join(lane, row, packs, of_row);
+    join(lane, other, others, of_other);
   }
   // For a row that begins at a word.
   template <typename Lane, typename T, int N>
@@ -282,49 +310,59 @@ struct Words {
       return ((1u << Lane::kLanes) - 1u) << first;
     }
   }
-  // A lane reads the aligned words in which its own words begin. Returns the last lane's last
-  // element.
+  // A lane reads the aligned words in which its own words begin. Where the row ends in the middle
+  // of one, it reads that half instead, and returns it; else the last lane returns the half behind
+  // its words. (No lane needs both.)
   template <typename Lane, typename T, int kVectors>
   __device__ __forceinline__ static std::uint32_t load_around(const Lane& lane, const T* from,
                                                               Pack<T, 2> (&packs)[kVectors]) {
-    constexpr int kLanes = Lane::kLanes;
-    const int id = static_cast<int>(threadIdx.x) % kLanes;
+    constexpr int kLast = kVectors - 1;
+    const int before = splits_word(from) ? 1 : 0;  // elements
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       clear(packs[i]);
-      const T* const at = from + i * Lane::kStep - 1;
-      load_if<1>(lane.template valid<2>(i) > 0, at, packs[i].words);
-      load_half_if(lane.template valid<2>(i) == 0, at, packs[i].words);
+      load_bytes_if<4, Lane::kKeep>(lane.template valid<2>(i) + before > 1,
+                                    from + i * Lane::kStep - before, packs[i].words);
     }
-    constexpr int kLast = kVectors - 1;
-    std::uint32_t beyond = 0;
-    load_half_if(id == kLanes - 1 && lane.template valid<2>(kLast) > 1,
-                 from + kLast * Lane::kStep + 1, &beyond);
-    return beyond;
+    const auto left = lane.width - lane.first;  // elements of the row
+    const auto words_end = left - 1 + before;
+    const bool ends = Lane::kSure < kVectors && words_end >= 0 && words_end % Lane::kStep == 0 &&
+                      words_end < kVectors * Lane::kStep;
+    const bool is_last = static_cast<int>(threadIdx.x) % Lane::kLanes == Lane::kLanes - 1;
+    const bool goes_on = before == 1 && is_last && lane.template valid<2>(kLast) > 1;
+    std::uint32_t half = 0;
+    load_half_if(ends || goes_on, from + (goes_on ? kLast * Lane::kStep + 1 : left - 1), &half);
+    return half;
   }
-  // It takes the other halves from the next lane.
+  // It takes the other halves from the next lane, unless its own row begins at a word and shares
+  // the warp with one that does not.
   template <typename Lane, typename T, int kVectors>
   __device__ __forceinline__ static void join_halves(const Lane& lane,
-                                                     Pack<T, 2> (&packs)[kVectors],
-                                                     std::uint32_t beyond) {
+                                                     Pack<T, 2> (&packs)[kVectors], bool splits,
+                                                     std::uint32_t half) {
     constexpr int kLanes = Lane::kLanes;
     constexpr int kLast = kVectors - 1;
     const int id = static_cast<int>(threadIdx.x) % kLanes;
-    const unsigned lanes = lanes_of_row<Lane>();
+    const unsigned bytes = splits ? 0x5432 : 0x3210;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const bool ends = lane.template valid<2>(i) + (splits ? 1 : 0) == 1;
+      packs[i].words[0] = ends ? half : packs[i].words[0];
+    }
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const std::uint32_t word = packs[i].words[0];
       const std::uint32_t after = i < kLast ? packs[i < kLast ? i + 1 : i].words[0] : 0;
       const std::uint32_t offered = kLanes == 1 || id > 0 ? word : after;
       std::uint32_t next =
-          __shfl_sync(lanes, kLanes == 1 ? after : offered, (id + 1) % kLanes, kLanes);
+          kLanes == 1 ? after : __shfl_sync(0xffffffffu, offered, (id + 1) % kLanes, kLanes);
       if (i == kLast && id == kLanes - 1) {
-        next = beyond;
+        next = half;
       }
       const int valid = lane.template valid<2>(i);
-      packs[i].words[0] = __byte_perm(word, next, 0x5432) & (valid > 1   ? ~0u
-                                                             : valid > 0 ? 0xffffu
-                                                                         : 0u);
+      packs[i].words[0] = __byte_perm(word, next, bytes) & (valid > 1   ? ~0u
+                                                            : valid > 0 ? 0xffffu
+                                                                        : 0u);
     }
   }
   // A lane writes the aligned word in which its own word begins; the lower half of that is the
@@ -382,9 +420,11 @@ struct Words {
           load_half_if(valid > j + 1, from + j + 1, &high);
           word = __byte_perm(word, high, 0x5410);
         } else {
+          [[maybe_unused]] std::uint32_t half = 0;
           load_if<1>(valid > (N == 2 ? 1 : j), from + j, &word);
-          if constexpr (N == 2) {
-            load_half_if(valid == 1, from, &word);
+          if constexpr (N == 2) {  // not into the same register, which would be waited for
+            load_half_if(valid == 1, from, &half);
+            word = valid == 1 ? __byte_perm(half, word, 0x7610) : word;
           } else if constexpr (kMasks) {
             // A row with packs of several words ends at a word, so the mask changes nothing; but
             // ptxas spills without it. Parameters are not masked: the mask would clear every second

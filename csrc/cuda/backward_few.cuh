@@ -118,7 +118,7 @@ class Slab {
   static constexpr int N = Tile::kPack;
   static constexpr int kWidest =
       static_cast<int>(sizeof(X) > sizeof(GradOutput) ? sizeof(X) : sizeof(GradOutput));
-  static constexpr int kOwn = kVectorBytes / kWidest;
+  static constexpr int kOwn = slab_columns(!Op::Access::kWhole, N, kWidest);
   static constexpr int kVectors = kOwn / N;
   static constexpr int kStep = kSlabLanes * N;
   using SlabLane = Lane<kSlabLanes, kStep, 0, false>;
@@ -149,31 +149,29 @@ class Slab {
     }
   }
 
-  // By words, the loads of kAtOnce rows are started before the first of them is waited for.
+  // The loads of kAtOnce rows are started before the first of them is waited for.
   __device__ __forceinline__ void take_rows() {
-    constexpr int kAtOnce = Op::Access::kWhole ? 1 : 4;
+    constexpr int kAtOnce = 4;
     const int step = threads_ / kSlabLanes;
-#pragma unroll 4 / kAtOnce
-    for (std::int64_t first = thread_ / kSlabLanes; first < args_.rows; first += kAtOnce * step) {
+    for (std::int64_t first = 0; first < args_.rows; first += kAtOnce * step) {
       Pack<X, N> x[kAtOnce][kVectors];
       Pack<GradOutput, N> dy[kAtOnce][kVectors];
       std::uint32_t of_x[kAtOnce], of_dy[kAtOnce];
       SavedStats<A> stats[kAtOnce];
+      const auto row_of = [&](int k) { return first + k * step + thread_ / kSlabLanes; };
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        const std::int64_t row = first + k * step;
-        if (row < args_.rows) {
-          of_x[k] = Op::Access::start(lane_, x_of(row), x[k]);
-          of_dy[k] = Op::Access::start(lane_, dy_of(row), dy[k]);
-          stats[k] = Norm::saved(static_cast<const A*>(args_.stats), row, args_.rows);
-        }
+        const std::int64_t row = min(row_of(k), args_.rows - 1);
+        of_x[k] = Op::Access::start(lane_, x_of(row), x[k]);
+        of_dy[k] = Op::Access::start(lane_, dy_of(row), dy[k]);
+        stats[k] = Norm::saved(static_cast<const A*>(args_.stats), row, args_.rows);
       }
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        const std::int64_t row = first + k * step;
-        if (row < args_.rows) {
-          Op::Access::join(lane_, x_of(row), x[k], of_x[k]);
-          Op::Access::join(lane_, dy_of(row), dy[k], of_dy[k]);
+        const std::int64_t row = min(row_of(k), args_.rows - 1);
+        Op::Access::join(lane_, x_of(row), x[k], of_x[k]);
+        Op::Access::join(lane_, dy_of(row), dy[k], of_dy[k]);
+        if (row_of(k) < args_.rows) {
           take_row(row, x[k], dy[k], stats[k].normalizer());
         }
       }

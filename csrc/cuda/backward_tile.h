@@ -64,8 +64,12 @@ FUSED_OP_HD constexpr int parameter_bytes(int lanes, int vectors, int size) {
   return lanes * ((vectors * size + kVectorBytes - 1) / kVectorBytes * kVectorBytes);
 }
 
-// Threads with neighbouring columns of a slab, in backward_few_kernel.
+// In backward_few_kernel: threads with neighbouring columns of a slab, and columns of each of them.
+// Words take more instructions than a vector, so a slab of them is narrower.
 constexpr int kSlabLanes = 8;
+FUSED_OP_HD constexpr int slab_columns(bool by_words, int pack, int widest_bytes) {
+  return by_words ? 2 * pack : kVectorBytes / widest_bytes;
+}
 
 // Where add_partials_kernel stores the gradients of weight and bias; null: not wanted.
 struct PartialsTargets {

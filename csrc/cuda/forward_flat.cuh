@@ -269,7 +269,8 @@ __global__ void __launch_bounds__(kFlatThreads, Tile::kCtasPerSm)
       target.store(row, lane, i, rounded<Y>(values));
     });
   };
-  // Rows past the last one hold arbitrary values, and are stored only in shared memory.
+  // Rows past the last one hold arbitrary values, and are stored only in shared memory. Taken a
+  // second time, they made 63 columns take 10.2 us at 16897 rows and 5.8 us at 33792 (bf16, H200).
   unsigned untrusted = 0;  // one bit for each turn
 #pragma unroll kOverlap
   for (int turn = 0; turn < Tile::kRows; ++turn) {
@@ -278,7 +279,7 @@ __global__ void __launch_bounds__(kFlatThreads, Tile::kCtasPerSm)
     load(row, packs);
     const Moments<A> moments =
         moments_of_threads<Norm, Tile::kCols % N == 0, Tile>(Tile::lane, packs, cols, A(1), false);
-    if (trusted(moments, cols)) {
+    if (row >= rows || trusted(moments, cols)) {
       finish(row, packs, moments, A(1));
     } else {
       untrusted |= 1u << turn;

@@ -51,8 +51,8 @@ BackwardFewPlan plan_backward_few(const BackwardSpec& spec, std::int64_t rows, s
   plan.row_threads = many.row_threads;
   plan.side_by_side = std::max(kThreads / many.row_threads, 1);
   plan.row_ctas = wants_rows ? ceil_div(rows, plan.side_by_side) : 0;
-  const int own =
-      kVectorBytes / std::max(size_of(read_as_x(spec)), size_of(spec.grad_output));  // columns
+  const int widest = std::max(size_of(read_as_x(spec)), size_of(spec.grad_output));
+  const int own = slab_columns(plan.move != Move::kVectors, plan.pack, widest);
   plan.slabs = wants_sums ? ceil_div(cols, kSlabLanes * own) : 0;
   return plan;
 }

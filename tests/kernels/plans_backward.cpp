@@ -134,7 +134,8 @@ const char* broken_rule(const BackwardSpec& spec, const BackwardFewPlan& plan,
   if (wants_rows ? rows < call.rows || rows - plan.side_by_side >= call.rows : rows != 0) {
     return "CTAs of few rows";
   }
-  const int own = 16 / std::max(size_of(read_as_x(spec)), size_of(spec.grad_output));
+  const int widest = std::max(size_of(read_as_x(spec)), size_of(spec.grad_output));
+  const int own = plan.move == Move::kVectors ? 16 / widest : 2 * plan.pack;
   if (own % plan.pack != 0) return "packs of a slab";
   const std::int64_t cols = plan.slabs * 8 * own;
   if (call.wants_sums ? cols < call.cols || cols - 8 * own >= call.cols : cols != 0) return "slabs";

@@ -56,12 +56,17 @@ def main(argv: list[str] | None = None) -> None:
         help="no clusters of more than eight CTAs: synccheck (2025.3) makes false reports of them "
         "and illegal accesses of its own, also with a kernel that does nothing else",
     )
+    parser.add_argument(
+        "--parameters-as-rows", action="store_true", help="without parameters of another dtype"
+    )
     parser.add_argument("--forward", action="store_true", help="without backward")
     options = parser.parse_args(argv)
     first, shares = map(int, options.share.split("/"))
     done = 0
     for pair in PAIRS:
         if options.dtype is not None and pair.rows != getattr(torch, options.dtype):
+            continue
+        if options.parameters_as_rows and pair.params != pair.rows:
             continue
         every = calls(pair, options.portable_clusters)
         with torch.set_grad_enabled(not options.forward):

@@ -33,10 +33,11 @@ SHARES = {
     "memcheck": {"bfloat16": 40, "float16": 8, "float32": 8, "float64": 4},
     "initcheck": {"bfloat16": 8},
     "synccheck": {"bfloat16": 8},
-    "racecheck": {"bfloat16": 40, "float16": 8},
+    "racecheck": {"bfloat16": 20, "float16": 4},
 }
 MOST_KERNELS = {"float16": "1"}  # FUSED_OP_MAX_KERNELS
-OPTIONS = {"synccheck": ("--portable-clusters",)}
+# How threads share memory does not depend on the dtype of the parameters.
+OPTIONS = {"synccheck": ("--portable-clusters",), "racecheck": ("--parameters-as-rows",)}
 
 
 class Job(NamedTuple):

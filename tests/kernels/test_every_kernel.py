@@ -146,11 +146,12 @@ def test_sanitize_gpu(sanitizer, capsys, tmp_path):
             given = sorted(line.partition("--share ")[2].split()[0] for line in mine)
             assert given == sorted(f"{i}/{shares}" for i in range(1, shares + 1))
             assert all(("--portable-clusters" in line) == (tool == "synccheck") for line in mine)
+            assert all(("--parameters-as-rows" in line) == (tool == "racecheck") for line in mine)
             total += shares
     assert len(lines) == total == len(list((tmp_path / "logs").iterdir()))
     assert {line.split()[0] for line in lines} == {"0", "1"}
     assert all(line.split()[1] == "1" and "--error-exitcode 1" in line for line in lines)
-    assert "racecheck: 480 calls in 48 processes, 0 failed" in capsys.readouterr().out
+    assert "racecheck: 240 calls in 24 processes, 0 failed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("status", [0, 1])

@@ -325,9 +325,11 @@ struct Words {
                                     from + i * Lane::kStep - before, packs[i].words);
     }
     const auto left = lane.width - lane.first;  // elements of the row
-    const auto words_end = left - 1 + before;
-    const bool ends = Lane::kSure < kVectors && words_end >= 0 && words_end % Lane::kStep == 0 &&
-                      words_end < kVectors * Lane::kStep;
+    bool ends = false;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      ends |= lane.template valid<2>(i) + before == 1;
+    }
     const bool is_last = static_cast<int>(threadIdx.x) % Lane::kLanes == Lane::kLanes - 1;
     const bool goes_on = before == 1 && is_last && lane.template valid<2>(kLast) > 1;
     std::uint32_t half = 0;

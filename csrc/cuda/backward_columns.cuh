@@ -10,6 +10,7 @@
 #include "cuda/backward_op.cuh"
 #include "cuda/dependent_launch.cuh"
 #include "cuda/row_sum.cuh"
+#include "cuda/words.cuh"
 
 namespace fused_op::cuda {
 

@@ -17,6 +17,7 @@
 #include "cuda/dependent_launch.cuh"
 #include "cuda/row_sum.cuh"
 #include "cuda/staged_rows.cuh"
+#include "cuda/words.cuh"
 
 namespace fused_op::cuda {
 

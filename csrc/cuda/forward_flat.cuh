@@ -41,6 +41,7 @@ struct FlatTile {
     constexpr int kAccess = kCols % kPack == 0 ? kPack * static_cast<int>(sizeof(T)) : 4;
     constexpr int kWanted = kThreads * kAccess / kPieces;
     constexpr int kApart = kWanted < 1 ? 1 : kWanted < kWarpTurns ? kWanted : kWarpTurns;
+    static_assert(kWarpTurns % kApart == 0, "each row of the CTA is some warp's");
     const int thread = static_cast<int>(threadIdx.x);
     const int warp_turn = turn * (kFlatThreads / kWarpSize) + thread / kWarpSize;
     const int in_warp = thread % kWarpSize / kThreads;
@@ -50,6 +51,17 @@ struct FlatTile {
   __device__ __forceinline__ static RowLane lane(int own) {
     const int number = static_cast<int>(threadIdx.x) % kThreads + own * kThreads;
     return {number * kPack, kCols, true};
+  }
+  // Calls visit(own, i, lane) for each pack i of each lane of the thread.
+  template <typename Visit>
+  __device__ __forceinline__ static void each_pack(Visit&& visit) {
+#pragma unroll
+    for (int own = 0; own < kOwnLanes; ++own) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        visit(own, i, lane(own));
+      }
+    }
   }
 };
 
@@ -155,11 +167,7 @@ __device__ __forceinline__ Moments<A> moments_of_threads(LaneOf&& lane,
     A sums[Tile::kOwnLanes];
 #pragma unroll
     for (int own = 0; own < Tile::kOwnLanes; ++own) {
-      if constexpr (std::is_same_v<decltype(valid), const AllElements&>) {
-        sums[own] = sum_deviations<kWhole>(valid, packs[own], scale, from, add);
-      } else {
-        sums[own] = sum_deviations<kWhole>(valid(own), packs[own], scale, from, add);
-      }
+      sums[own] = sum_deviations<kWhole>(valid(own), packs[own], scale, from, add);
     }
 #pragma unroll
     for (int half = Tile::kOwnLanes / 2; half > 0; half /= 2) {  // as lane_sum() would
@@ -233,30 +241,22 @@ __global__ void __launch_bounds__(kFlatThreads, Tile::kCtasPerSm)
   await_kernels_before();
   source.read(static_cast<const Row*>(args.input.data) + cta_row * Tile::kCols, rows * Tile::kCols);
   typename Epilogue::template Parameters<N> parameters[kOwnLanes][kVectors];
-  const auto each_pack = [&](auto&& visit) {
-#pragma unroll
-    for (int own = 0; own < kOwnLanes; ++own) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        visit(own, i, Tile::lane(own));
-      }
-    }
-  };
-  each_pack([&](int own, int i, const auto& lane) {
+  Tile::each_pack([&](int own, int i, const auto& lane) {
     parameters[own][i] = Epilogue::template load<Norm, typename Tile::Access, N>(
         args, lane.col(i), lane.template valid<N>(i));
   });
   __syncthreads();
   const A cols = static_cast<A>(Tile::kCols);
   const auto load = [&](int row, OwnPacks<Tile, Row, kVectors>& packs) {
-    each_pack([&](int own, int i, const auto& lane) { packs[own][i] = source.load(row, lane, i); });
+    Tile::each_pack(
+        [&](int own, int i, const auto& lane) { packs[own][i] = source.load(row, lane, i); });
   };
   const auto finish = [&](int row, const OwnPacks<Tile, Row, kVectors>& packs, Moments<A> moments,
                           A scale) {
     const bool saves = row < rows && static_cast<int>(threadIdx.x) % Tile::kThreads == 0;
     const Normalizer<A> normalizer =
         normalizer_of<Norm>(args, moments, scale, reciprocal(cols), cta_row + row, saves);
-    each_pack([&](int own, int i, const auto& lane) {
+    Tile::each_pack([&](int own, int i, const auto& lane) {
       Epilogue epilogue(args, cta_row + row, lane);
       const typename Epilogue::template Beside<N, kVectors> nothing{};
       A values[N];

@@ -12,6 +12,7 @@
 #include "cuda/dependent_launch.cuh"
 #include "cuda/forward_layout.h"
 #include "cuda/row_sum.cuh"
+#include "cuda/words.cuh"
 
 namespace fused_op::cuda {
 
@@ -50,8 +51,10 @@ struct ForwardTile {
   static constexpr bool kOneWarp = kLanes < kWarpSize || kWarps == 1;  // known at compile time
 };
 
-// In place of a Lane, if elements past the end of the row count as well.
+// In place of a Lane, or of a function that returns Lanes, if elements past the end of the row
+// count as well.
 struct AllElements {
+  __device__ __forceinline__ AllElements operator()(int) const { return {}; }
   template <int N>
   __device__ __forceinline__ int valid(int) const {
     return N;

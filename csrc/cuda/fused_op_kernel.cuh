@@ -2,7 +2,7 @@
 //
 //   dependent_launch.cuh      how a kernel waits for those before it
 //   memory.cuh                the instructions that read and write words
-//   access.cuh                how packs of a row move, by vectors or by words
+//   access.cuh, words.cuh     how packs of a row move, by vectors or by words
 //   row_sum.cuh               sums over the threads of a row
 //   forward_layout.h          constants that plans and kernels of forward share
 //   forward_rows.cuh          forward_kernel

@@ -13,6 +13,7 @@
 #include "cuda/forward_layout.h"
 #include "cuda/forward_rows.cuh"
 #include "cuda/row_sum.cuh"
+#include "cuda/words.cuh"
 
 namespace fused_op::cuda {
 

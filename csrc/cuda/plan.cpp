@@ -280,7 +280,7 @@ void spread_flat(ForwardPlan& plan, const ForwardSpec& spec, std::int64_t rows, 
     const int padded = plan.lanes / threads * plan.vectors * plan.pack;
     return (threads == 1 ? cols : padded) * size_of(spec.row);
   };
-  plan.pack = cols == 1 ? 1 : plan.pack;
+  plan.pack = cols == 1 ? 1 : plan.pack;  // half of a word would be computed for nothing
   plan.flat_threads = plan.lanes;
   while (plan.flat_threads > 1 && part(plan.flat_threads / 2) <= kMostOfRow) {
     plan.flat_threads /= 2;
@@ -335,7 +335,7 @@ ForwardPlan plan_forward(const ForwardSpec& spec, std::int64_t rows, std::int64_
     plan.most_threads = plan.threads;
     plan.ctas_per_sm = few ? 1 : std::max(sm_threads / plan.threads, 1);
   }
-  if (places.one_span && plan.width != 0 && is_flat(spec, cols, grid, few)) {
+  if (places.one_span && !plan.core && is_flat(spec, cols, grid, few)) {
     spread_flat(plan, spec, rows, cols);
     return plan;
   }

@@ -185,7 +185,7 @@ inline int groups_of(const BackwardSpec& spec) {
   return spec.variant != nullptr ? spec.variant->groups : 1;
 }
 
-// How rows move: Vectors, Words and WholeWords of access.cuh.
+// How rows move: Vectors of access.cuh, Words and WholeWords of words.cuh.
 enum class Move : int { kVectors, kWords, kWholeWords };
 
 // The arguments of BackwardTile (backward_tile.h), in the same order, and the launch.

@@ -13,6 +13,7 @@
 #include "cuda/backward_tile.h"
 #include "cuda/memory.cuh"
 #include "cuda/row_sum.cuh"
+#include "cuda/words.cuh"
 
 namespace fused_op::cuda {
 

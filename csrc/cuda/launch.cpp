@@ -59,16 +59,12 @@ std::uint64_t key_of(const Variant* variant) { return variant != nullptr ? varia
 }  // namespace
 
 KeyBits& KeyBits::add(std::uint64_t value, int bits) {
-  if (value >> bits != 0) {
+  used_ += bits;
+  if (value >> bits != 0 || used_ > 128) {
     throw std::logic_error("fused_op: a plan does not fit into the key of its kernel");
   }
-  if (used_ + bits > 64) {
-    key_.high = key_.low << (64 - used_);
-    key_.low = 0;
-    used_ = 0;
-  }
+  key_.high = key_.high << bits | key_.low >> (64 - bits);
   key_.low = key_.low << bits | value;
-  used_ += bits;
   return *this;
 }
 KeyBits& KeyBits::add(const ForwardSpec& spec) {
@@ -96,7 +92,7 @@ KeyBits& KeyBits::add(const ForwardPlan& plan) {
       .add(bits(plan.flat_rows), 6)
       .add(bits(plan.most_threads), 10)
       .add(bits(plan.ctas_per_sm), 6)
-      .add(bits(plan.width), 32);
+      .add(bits(plan.width), 20);
 }
 KeyBits& KeyBits::add(const BackwardSpec& spec) {
   return add(bits(spec.norm), 3)

@@ -36,7 +36,8 @@ enum class KernelKind {
   kGroupNormSums,
 };
 
-// Packs fields into the bits of a kernel's key. Throws if a value does not fit into its bits.
+// Packs fields into the bits of a kernel's key. Throws if a value does not fit into its bits, or
+// all of them not into the key.
 class KeyBits {
  public:
   explicit KeyBits(KernelKind kind) { add(static_cast<std::uint64_t>(kind), 4); }

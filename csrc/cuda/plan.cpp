@@ -219,13 +219,12 @@ bool is_flat(const ForwardSpec& spec, std::int64_t cols, const Grid& grid, bool 
          size_of(spec.output) == size_of(spec.row);
 }
 
-// Whether a row is laid out as in the core table. Its kernel may still be another one.
+// Whether a row is dealt to lanes as in the core table. It may still have another kernel: which
+// lane holds an element must not depend on an option.
 bool fills_core_tile(const ForwardSpec& spec, std::int64_t cols) {
-  const bool one_type = spec.input == spec.row && spec.output == spec.row &&
-                        (!spec.adds || spec.residual == spec.row) &&
-                        is_tuned_pair(spec.row, spec.parameters) && spec.row != DType::kFloat64;
-  return one_type && !spec.dropout && !spec.split && spec.variant == nullptr &&
-         cols <= kMostCoreCols && cols * size_of(spec.row) % kVectorBytes == 0 &&
+  const bool has_its_vectors =
+      spec.row != DType::kFloat64 && deal_of(spec).unit == kVectorBytes / size_of(spec.row);
+  return has_its_vectors && cols <= kMostCoreCols && !by_words(spec, cols) &&
          core_tile(vectors_of(spec, cols), false) >= 0;
 }
 
@@ -262,7 +261,11 @@ ForwardSpec spec_of(const NormForwardArgs& args, const Variant* variant) {
 }
 
 bool is_core(const ForwardSpec& spec, std::int64_t cols) {
-  return fills_core_tile(spec, cols) &&
+  const bool one_type = spec.input == spec.row && spec.output == spec.row &&
+                        (!spec.adds || spec.residual == spec.row) &&
+                        is_tuned_pair(spec.row, spec.parameters);
+  const bool options = spec.dropout || spec.split || spec.variant != nullptr;
+  return one_type && !options && fills_core_tile(spec, cols) &&
          core_has(spec.norm, spec.rounds_first, spec.row, spec.parameters);
 }
 
@@ -316,9 +319,7 @@ ForwardPlan plan_forward(const ForwardSpec& spec, std::int64_t rows, std::int64_
     plan.vectors = odd ? grid.units : grid.units * (deal.unit / deal.pack);
     plan.few = few;
     plan.width = static_cast<int>(cols);
-    plan.ahead = few   ? plan.vectors
-                 : odd ? (grid.units > 16 ? 2 : 4)
-                       : (grid.units < 3 || grid.units > 6 ? 1 : 2);
+    plan.ahead = few ? plan.vectors : odd ? 4 : (grid.units < 3 || grid.units > 6 ? 1 : 2);
     plan.ahead = std::min(plan.ahead, plan.vectors);
   }
   plan.pack = odd ? word_pack(spec) : deal.pack;

@@ -5,6 +5,7 @@ What this catches beside that: what tests/kernels/test_run_kernels.py lists, of 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import pytest
@@ -157,6 +158,18 @@ def test_rows_do_not_depend_on_others(call):
     one, _ = run(replace(call, rows=1), inputs, keep_output=False)
     assert_bits(one.quantized, whole.quantized[1:2])
     assert_bits(one.scale, whole.scale[1:2])
+
+
+@needs_interpreter
+def test_no_two_calls_share_a_kernel():
+    """Catches a kernel that is found again for another dtype or rule, because its key lacks them."""
+    rules = [str(rule) for rule in RULES if rule.scheme == "token"]
+    for dtype, rule in itertools.product((BF16, F16), rules):
+        call = Call(RMS, 3, 40, rule, dtype)
+        result, _ = run(call, make_inputs(call), keep_output=True)
+        quantized, scale = BY_NAME[rule](result.output)
+        assert_bits(result.scale, scale)
+        assert_bits(result.quantized, quantized)
 
 
 @needs_interpreter

@@ -275,29 +275,46 @@ std::int64_t most_forward_cols(const ForwardSpec& spec) {
 
 namespace {
 
-// Spreads a CTA's rows over its threads, as few threads a row as can hold it.
-void spread_flat(ForwardPlan& plan, const ForwardSpec& spec, std::int64_t rows, std::int64_t cols) {
+// Makes a plan for forward_flat_kernel: a row has as few threads as can hold it. Returns false,
+// without a change, if forward_kernel is faster.
+bool spread_flat(ForwardPlan& plan, const ForwardSpec& spec, std::int64_t rows, std::int64_t cols,
+                 const DeviceInfo& device) {
   constexpr std::int64_t kMostOfRow = 64, kMostBytes = 128;  // of a thread
   constexpr std::int64_t kRegisters = 65536, kOthers = 32;   // of an SM; of a thread, for all else
   const auto part = [&](int threads) {
     const int padded = plan.lanes / threads * plan.vectors * plan.pack;
     return (threads == 1 ? cols : padded) * size_of(spec.row);
   };
-  plan.pack = cols == 1 ? 1 : plan.pack;  // half of a word would be computed for nothing
-  plan.flat_threads = plan.lanes;
-  while (plan.flat_threads > 1 && part(plan.flat_threads / 2) <= kMostOfRow) {
-    plan.flat_threads /= 2;
+  int threads = plan.lanes;
+  while (threads > 1 && part(threads / 2) <= kMostOfRow) {
+    threads /= 2;
   }
-  const std::int64_t bytes = part(plan.flat_threads);
-  const std::int64_t turns = std::clamp<std::int64_t>(kMostBytes / bytes, 1, 32);
-  plan.flat_rows = static_cast<int>(std::bit_floor(static_cast<std::uint64_t>(turns)));
+  const std::int64_t bytes = part(threads);
+  std::int64_t turns = std::bit_floor(
+      static_cast<std::uint64_t>(std::clamp<std::int64_t>(kMostBytes / bytes, 1, 32)));
+  const auto ctas = [&] { return ceil_div(rows, kFlatThreads / threads * turns); };
+  // With fewer CTAs an SM waits. H100, bf16, LayerNorm, us of forward_kernel, of this kernel, and
+  // of this one with fewer rows a thread: 7.1 4.3 3.6 at 135168x9, 10.0 11.0 8.6 at 33792x127;
+  // but 3.6 4.4 4.1 at 33792x40, 5.1 6.5 6.5 at 8448x255.
+  const std::int64_t many = std::int64_t{4} * device.multiprocessors;
+  const std::int64_t always_below = by_words(spec, cols) ? 256 : 64;  // bytes of a row
+  if (ctas() < many && cols * size_of(spec.row) > always_below) {
+    return false;
+  }
+  while (turns > 1 && ctas() < many) {
+    turns /= 2;
+  }
   const int streams = size_of(spec.row) + 2 * size_of(spec.parameters);  // bytes of an element
   const std::int64_t registers = kOthers + bytes / size_of(spec.row) * streams / 4;
+  plan.pack = cols == 1 ? 1 : plan.pack;  // half of a word would be computed for nothing
+  plan.flat_threads = threads;
+  plan.flat_rows = static_cast<int>(turns);
   plan.ctas_per_sm =
       static_cast<int>(std::clamp<std::int64_t>(kRegisters / kFlatThreads / registers, 1, 5));
   plan.threads = kFlatThreads;
   plan.words = false;
-  plan.ctas = ceil_div(rows, std::int64_t{kFlatThreads / plan.flat_threads} * plan.flat_rows);
+  plan.ctas = ctas();
+  return true;
 }
 
 }  // namespace
@@ -336,8 +353,8 @@ ForwardPlan plan_forward(const ForwardSpec& spec, std::int64_t rows, std::int64_
     plan.most_threads = plan.threads;
     plan.ctas_per_sm = few ? 1 : std::max(sm_threads / plan.threads, 1);
   }
-  if (places.one_span && !plan.core && is_flat(spec, cols, grid, few)) {
-    spread_flat(plan, spec, rows, cols);
+  if (places.one_span && !plan.core && is_flat(spec, cols, grid, few) &&
+      spread_flat(plan, spec, rows, cols, device)) {
     return plan;
   }
   plan.ctas = ceil_div(rows, plan.threads / row_threads);

@@ -155,6 +155,10 @@ def row_counts(call: Call, gpu: Gpu) -> set[int]:
         counts.add(max(resident, 256) + 1)
     else:
         counts.update(LONG_ROWS)
+    plan, _ = replace(call, rows=16 * MANY, backward=False).kernels(gpu)
+    if flat_rows := plan.get("flat_rows", 0):  # of a thread, fewer if there are few CTAs
+        cta_rows = 4 * gpu.multiprocessors * 256 // plan["flat_threads"]
+        counts.update(cta_rows * 2**n - 1 for n in range(flat_rows.bit_length()))
     plan, _ = replace(call, rows=MANY, backward=True).kernels(gpu)
     if "side_by_side" in plan and plan["stages"] > 2 and plan["most_threads"] == 512:
         counts.add(16 * plan["ctas"] * (plan["most_threads"] // plan["row_threads"]) + 1)

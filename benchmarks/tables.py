@@ -44,7 +44,7 @@ def rows_below(text: Callable[[list[Any]], str]) -> Callable[[Result, str], str]
 
 
 def training_table(result: Result, origin: str) -> str:
-    """Of examples/train_llama.py."""
+    """Of examples/train_llama.py and of benchmarks.sharded."""
     lines = [
         "| norms | ms a step | peak MiB | largest difference of its loss curve from native |",
         "|---|---|---|---|",
@@ -87,6 +87,7 @@ TABLES = (
     ),
     Table(PERFORMANCE, "models", RESULTS / "models", below(model_table.steps)),
     Table(PERFORMANCE, "training", RESULTS / "llama", training_table),
+    Table("docs/distributed.md", "sharded", RESULTS / "sharded", training_table),
     Table(PERFORMANCE, "options", RESULTS / "options", rows_below(options.table)),
     Table(PERFORMANCE, "variants", RESULTS / "variants", rows_below(variant_table.table)),
     Table(MEASUREMENTS, "shapes", RESULTS, below(gpu_tables.all_shapes)),

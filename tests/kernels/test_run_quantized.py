@@ -162,7 +162,7 @@ def test_rows_do_not_depend_on_others(call):
 
 @needs_interpreter
 def test_no_two_calls_share_a_kernel():
-    """Catches a kernel that is found again for another dtype or rule, because its key lacks them."""
+    """Catches a kernel that is found again for another dtype or rule, which its key lacks."""
     rules = [str(rule) for rule in RULES if rule.scheme == "token"]
     for dtype, rule in itertools.product((BF16, F16), rules):
         call = Call(RMS, 3, 40, rule, dtype)

@@ -165,7 +165,8 @@ def compile_flags(archs: str) -> dict[str, list[str]]:
     cxx += ["-O0", "-g", "-UNDEBUG"] if DEBUG else ["-O3", "-g0"]
     if SANITIZE:
         cxx += ["-Wno-maybe-uninitialized"]  # g++'s own false alarm, which this mode is known for
-        cxx += [*SANITIZERS, "-O1", "-g", "-fno-omit-frame-pointer"]
+        # Of the symbols, reports need no more than the lines.
+        cxx += [*SANITIZERS, "-O1", "-g1", "-fno-omit-frame-pointer"]
     if torch.backends.openmp.is_available():
         # For at::parallel_for. Not a link flag: the OpenMP runtime has to be the one of torch.
         cxx += ["-fopenmp"]

@@ -134,12 +134,19 @@ extern std::atomic<int> kernel_count;
 const Kernel* find_missing_kernel(const KernelKey& key, const DeviceInfo& device,
                                   const std::function<KernelSource()>& source);
 
+#ifdef FUSED_OP_CHECK_KEYS  // by tests: throws if another kernel has had the key
+void check_key(const KernelKey& key, const DeviceInfo& device, const std::string& name);
+#endif
+
 // The kernel of that key for the current device, which `device` describes; null if it is not
 // available. `source` returns a KernelSource and is called only on a miss. A miss takes half a
 // second if the kernel has to be compiled, and may happen during a graph capture. Throws
 // std::runtime_error if FUSED_OP_JIT has an invalid value.
 template <typename Source>
 const Kernel* find_kernel(const KernelKey& key, const DeviceInfo& device, Source&& source) {
+#ifdef FUSED_OP_CHECK_KEYS
+  check_key(key, device, source().name);
+#endif
   const KernelEntry* const entry = look_up(key, device.arch);
   if (entry != nullptr && entry->kernel != nullptr && entry->kernel->is_on(device)) [[likely]] {
     return entry->kernel;

@@ -44,7 +44,7 @@ COMPILER = shutil.which("g++") or shutil.which("c++")
 # Of csrc/cuda all host code but compile.cpp, driver.cpp and what keeps kernels in files.
 HOST = ("launch*.cpp", "plan*.cpp", "kernels.cpp")
 FLAGS = ["-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-fPIC"]
-FLAGS += ["-Wall", "-Wextra", "-DFUSED_OP_NO_CORE_TABLE"]
+FLAGS += ["-Wall", "-Wextra", "-DFUSED_OP_NO_CORE_TABLE", "-DFUSED_OP_CHECK_KEYS"]
 if os.environ.get("FUSED_OP_STRICT"):  # other compilers may have other warnings
     FLAGS += ["-Werror"]
 Compile = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p)

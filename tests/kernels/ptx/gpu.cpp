@@ -5,8 +5,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "core/channels_first.h"
@@ -20,6 +23,7 @@
 #include "cuda/driver.h"
 #include "cuda/fused_op_kernel.h"
 #include "cuda/kernel_files.h"
+#include "cuda/kernels.h"
 #include "grid.h"
 
 namespace {
@@ -148,6 +152,14 @@ FoundImage find_image(const KernelSource& source, int, std::chrono::milliseconds
     throw CompileError("it was not compiled");
   }
   return {{"", "// " + source.name + "\n" + text}, Origin::kCompiled};
+}
+void check_key(const KernelKey& key, const DeviceInfo& device, const std::string& name) {
+  static std::map<std::tuple<std::uint64_t, std::uint64_t, int>, std::string> names;
+  const std::string& first =
+      names.try_emplace({key.low, key.high, device.arch}, name).first->second;
+  if (first != name) {
+    throw std::logic_error("one key for two kernels: " + first + ", " + name);
+  }
 }
 FoundImage read_cache_or_compile(const KernelSource& source, int arch,
                                  std::chrono::milliseconds patience) {

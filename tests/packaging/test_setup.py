@@ -121,7 +121,7 @@ def test_build_without_nvcc(tree, tmp_path):
     no_nvcc = tree / "no-nvcc"
     no_nvcc.mkdir()
     env = {**os.environ, "USE_CUDA": "1", "CUDA_HOME": str(no_nvcc), "PYTHONPATH": str(tree)}
-    env["FUSED_OP_CACHE_DIR"] = str(tree / "cache")
+    env |= {"FUSED_OP_CACHE_DIR": str(tree / "cache"), "DEBUG": "1"}  # unoptimised: sooner done
 
     def run(*command: str) -> str:
         command = (sys.executable, *command)

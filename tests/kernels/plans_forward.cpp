@@ -72,7 +72,6 @@ bool has_one_type(const ForwardSpec& spec) {
 // A call of the same types that does nothing but normalise.
 ForwardSpec without_options(ForwardSpec spec) {
   spec.adds = spec.dropout = spec.split = false;
-  spec.variant = nullptr;
   return spec;
 }
 

@@ -12,7 +12,7 @@ ranks_2 = ranks_fixture(2)
 
 
 def measured(device: str) -> None:
-    """Catches ranks that see the same tokens, and a curve that is not that of training."""
+    """Catches a variant that is left out or not converted, and a loss that does not fall."""
     place = torch.device(device, torch.distributed.get_rank()) if device == "cuda" else "cpu"
     result = sharded.measure(sharded.LLAMA.small(), torch.device(place), None, 4, 2, 1)
     variants = result["variants"]

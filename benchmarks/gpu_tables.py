@@ -235,3 +235,36 @@ def all_shapes(result: dict[str, Any]) -> str:
                 line += "none ran | |"
             lines.append(line)
     return "\n".join(lines)
+
+
+def by_width(result: dict[str, Any]) -> str:
+    """A line per width, a column per op: our fraction of the limit, forward and backward, and in
+    parentheses the peer's that is ahead by more than its own spread."""
+    shapes = dict.fromkeys((row["rows"], row["cols"]) for row in result["rows"])
+    ops = list(dict.fromkeys(row["op"] for row in result["rows"]))
+    rows = {(row["op"], row["rows"], row["cols"]): row for row in result["rows"]}
+    lines = [
+        "| rows x columns | " + " | ".join(ops) + " |",
+        "|---" * (len(ops) + 1) + "|",
+    ]
+    for shape in sorted(shapes, key=lambda shape: shape[1]):
+        found = [rows.get((op, *shape)) for op in ops]
+        cells = ["" if row is None else _both_ways(row) for row in found]
+        lines.append(f"| {shape[0]} x {shape[1]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _both_ways(row: dict[str, Any]) -> str:
+    return ", ".join(
+        _fraction_beside_faster(row, mode)
+        for mode in ("forward", "backward")
+        if "us" in row["peers"].get(OURS, {}).get(mode, {})
+    )
+
+
+def _fraction_beside_faster(row: dict[str, Any], mode: str) -> str:
+    ours = row["peers"][OURS][mode]
+    peer = best_peer(row, lambda figures: _slowest_likely(figures, mode), True)
+    if peer is None or peer[1] >= ours["us"]:
+        return f"{ours['fraction']:.2f}"
+    return f"{ours['fraction']:.2f} ({row['peers'][peer[0]][mode]['fraction']:.2f} {peer[0]})"

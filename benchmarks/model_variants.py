@@ -45,7 +45,8 @@ class Model:
     def build(self, device: torch.device) -> nn.Module:
         """Random weights, always the same ones; in bf16 and ready to train, without dropout."""
         torch.manual_seed(0)
-        model: nn.Module = _BUILDERS[self.kind](self)
+        with device:  # which draws a billion numbers in a moment, one core in half a minute
+            model: nn.Module = _BUILDERS[self.kind](self)
         return model.to(device, torch.bfloat16).train()
 
     def inputs(self, device: torch.device) -> dict[str, Tensor]:

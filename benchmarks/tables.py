@@ -103,6 +103,7 @@ TABLES = (
         RESULTS / "few_odd_rows",
         below(gpu_tables.all_shapes),
     ),
+    Table(MEASUREMENTS, "widths", RESULTS / "widths", below(gpu_tables.by_width)),
     Table(
         MEASUREMENTS,
         "models_memory",

@@ -268,6 +268,8 @@ def measure(
             limits[kind, total] = measure_limit(kind, total, "bfloat16", timer, device)["us"]
         return limits[kind, total]
 
+    # After a few shapes of one function, the compiler would run it uncompiled.
+    torch.compiler.reset()
     sizes = variant.forward_bytes, variant.backward_bytes
     forward, backward = (round(rows * cols * size) for size in sizes)
     row: dict[str, Any] = {"variant": variant.name, "rows": rows, "cols": cols, "peers": {}}

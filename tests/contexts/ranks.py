@@ -40,12 +40,21 @@ class Ranks:
                 done = wait(list(busy), 2 * TIMEOUT.total_seconds())
                 assert done, f"rank {[*busy.values()]} hangs"
                 for pipe in done:
-                    failure = pipe.recv()
-                    assert not failure, f"rank {busy[pipe]} failed:\n{failure}"
-                    del busy[pipe]
+                    rank = busy.pop(pipe)
+                    failure = self._answer(rank)
+                    assert not failure, f"rank {rank} failed:\n{failure}"
         except BaseException:  # the others may wait for a message that never comes
             self.stop(kill=True)
             raise
+
+    def _answer(self, rank: int) -> str | None:
+        """What a rank says of the function: None if it returned."""
+        try:
+            failure: str | None = self.pipes[rank].recv()
+        except EOFError:
+            self.processes[rank].join(TIMEOUT.total_seconds())
+            return f"its process ended with exit code {self.processes[rank].exitcode}"
+        return failure
 
     def stop(self, kill: bool = False) -> None:
         for pipe, process in zip(self.pipes, self.processes, strict=True) if self.processes else ():

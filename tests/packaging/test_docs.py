@@ -125,7 +125,9 @@ def test_lessons_of_the_compiler_still_hold() -> None:
     }
     assert near["forward"] > 0.2, "the compiler is no longer nearly there in forward"
     assert near["backward"] < near["forward"] / 2, "backward is no longer where a kernel pays"
-    assert not any(pair.is_loss for pair in found), "the compiler is ahead somewhere"
+    ahead = sorted(pair.ours / pair.theirs for pair in found if pair.is_loss)
+    assert len(ahead) == 6, "the compiler is no longer ahead in six calls"
+    assert ahead[-1] < 1.23 and ahead[-3] < 1.065, "no longer by a fifth twice, by 6 % else"
 
 
 def test_readme_says_what_a_model_gains() -> None:

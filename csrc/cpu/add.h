@@ -15,8 +15,9 @@ void add_tile(const NormForwardArgs& args, const Tile& tile) {
   const bool is_direct = args.dtype == kDTypeOf<A>;
   A* const sum =
       is_direct ? static_cast<A*>(args.sum) + tile.row * args.cols + tile.col : tile_buffer<A>(2);
+  const std::int64_t stride = is_direct ? args.cols : tile.cols;
   for (std::int64_t r = 0; r < tile.rows; ++r) {
-    add_rows(x.row(r), residual.row(r), tile.cols, sum + r * tile.cols);
+    add_rows(x.row(r), residual.row(r), tile.cols, sum + r * stride);
   }
   if (!is_direct) {
     write_tile(sum, args.sum, args.dtype, tile, args.cols);

@@ -237,27 +237,27 @@ class Backward {
       add_grads_of_bias<kLanes>(dy, tile.rows, tile.cols, grads_.bias + tile.col);
     }
   }
-  // What is read after a row lies `ahead` rows further on.
+  // What is read after a tile lies below it.
   template <bool kAdds>
   __attribute__((noinline)) void pull_back(const Tile& tile, const View<X>& x, const View<X>& dy,
                                            const View<X>& dsum, bool is_xhat,
-                                           const PullbackTotals* totals, std::int64_t ahead) {
+                                           const PullbackTotals* totals) {
     const A* const weight = weight_.from(tile.col, tile.cols);
     X* const dx = dx_of(tile);
+    const std::int64_t stride = is_direct_ ? cols_ : tile.cols;
     for (std::int64_t r = 0; r < tile.rows; ++r) {
       const X* const addend = kAdds ? dsum.row(r) : nullptr;
       const RowIn<X, A> in = row_in(x.row(r), dy.row(r), tile.row + r, is_xhat);
-      const RowIn<X, A> next{x.row(r + ahead), dy.row(r + ahead), A(0), A(0)};
+      const RowIn<X, A> next{x.row(r + tile.rows), dy.row(r + tile.rows), A(0), A(0)};
       write_dx<kLanes, Norm, kAdds>(in, weight, addend, pullback(totals[r], tile.row + r),
-                                    tile.cols, dx + r * cols_, next);
+                                    tile.cols, dx + r * stride, next);
     }
   }
   __attribute__((noinline)) void write(const Tile& tile, const View<X>& x, const View<X>& dy,
-                                       bool is_xhat, const PullbackTotals* totals,
-                                       std::int64_t ahead) {
+                                       bool is_xhat, const PullbackTotals* totals) {
     const View<X> dsum = read_dsum(tile);
-    dsum.first == nullptr ? pull_back<false>(tile, x, dy, dsum, is_xhat, totals, ahead)
-                          : pull_back<true>(tile, x, dy, dsum, is_xhat, totals, ahead);
+    dsum.first == nullptr ? pull_back<false>(tile, x, dy, dsum, is_xhat, totals)
+                          : pull_back<true>(tile, x, dy, dsum, is_xhat, totals);
     finish(tile);
   }
 
@@ -275,21 +275,20 @@ class Backward {
       with_met([&]<typename Met>(Met) { add_up<Met>(part, x, dy, is_xhat, totals); });
       add_bias(part, dy);
       if (!in_parts && wants_dx_) {
-        write(part, x, dy, is_xhat, totals, tile.rows);
+        write(part, x, dy, is_xhat, totals);
       }
     }
-    for (std::int64_t r = 0; in_parts && wants_dx_ && r < tile.rows; ++r) {
-      write_long_row({tile.row + r, 1, 0, cols_}, is_xhat, totals + r, tile.rows);
+    if (in_parts && wants_dx_) {
+      write_long(tile, is_xhat, totals);
     }
   }
-  void write_long_row(const Tile& row, bool is_xhat, const PullbackTotals* totals,
-                      std::int64_t ahead) {
+  void write_long(const Tile& tile, bool is_xhat, const PullbackTotals* totals) {
     for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
       count = piece(col, cols_, kTileCols);
-      const Tile part{row.row, 1, col, count};
+      const Tile part{tile.row, tile.rows, col, count};
       const View<X> x = read_x(part, is_xhat);
       const View<X> dy = read_dy(part);
-      write(part, x, dy, is_xhat, totals, ahead);
+      write(part, x, dy, is_xhat, totals);
     }
   }
 

@@ -94,6 +94,7 @@ __attribute__((noinline)) void add_residual(const NormForwardArgs& args, const T
   A* const x_buffer = tile_buffer<A>(0);
   A* const sum =
       is_direct ? static_cast<A*>(args.sum) + tile.row * args.cols + tile.col : tile_buffer<A>(2);
+  const std::int64_t stride = is_direct ? args.cols : tile.cols;
   View<A> x{x_buffer, tile.cols};
   if (args.dropout.active) {
     copy_tile(args.input, tile, x_buffer);
@@ -103,7 +104,7 @@ __attribute__((noinline)) void add_residual(const NormForwardArgs& args, const T
   }
   const View<A> residual = read_tile(args.residual, tile, tile_buffer<A>(1));
   for (std::int64_t r = 0; r < tile.rows; ++r) {
-    add_rows(x.row(r), residual.row(r), tile.cols, sum + r * tile.cols);
+    add_rows(x.row(r), residual.row(r), tile.cols, sum + r * stride);
   }
   if (!is_direct) {
     write_tile(sum, args.sum, args.dtype, tile, args.cols);
@@ -161,13 +162,14 @@ class Forward {
   void run(std::int64_t first_row, std::int64_t last_row) {
     const std::int64_t tile_rows = rows_of_tile(cols_);
     for (std::int64_t row = first_row; row < last_row; row += tile_rows) {
+      const Tile tile{row, std::min(tile_rows, last_row - row), 0, cols_};
       if constexpr (kMayBeLong) {
         if (is_long(cols_)) {
-          run_long_row(row);
+          run_long(tile);
           continue;
         }
       }
-      run_tile({row, std::min(tile_rows, last_row - row), 0, cols_});
+      run_tile(tile);
     }
   }
 
@@ -341,9 +343,10 @@ class Forward {
     const A* const weight = weight_.from(tile.col, tile.cols);
     const A* const bias = bias_.from(tile.col, tile.cols);
     X* const output = output_of(tile);
+    const std::int64_t stride = is_direct_ ? cols_ : tile.cols;
     for (std::int64_t r = 0; r < tile.rows; ++r) {
       const Normalizer<A> normalizer{careful ? scale_[r] : A(1), mean_[r], shift_[r], rstd_[r]};
-      affine<kLanes, Norm, Met>(x.row(r), weight, bias, normalizer, tile.cols, output + r * cols_,
+      affine<kLanes, Norm, Met>(x.row(r), weight, bias, normalizer, tile.cols, output + r * stride,
                                 x.row(r + tile.rows));
     }
   }
@@ -352,28 +355,33 @@ class Forward {
     finish(tile);
   }
 
-  // Computes a long row in parts, which are read again for each pass.
-  void run_long_row(std::int64_t row) {
+  // Computes long rows in parts, which are read again for each pass.
+  void run_long(const Tile& tile) {
     for (std::int64_t col = 0, count = 0; args_.sum != nullptr && col < cols_; col += count) {
       count = piece(col, cols_, kTileCols);
-      add_residual<A>(args_, {row, 1, col, count});
+      add_residual<A>(args_, {tile.row, tile.rows, col, count});
     }
-    const Tile whole{row, 1, 0, cols_};
     if (lies_ready(source_, kDTypeOf<X>)) {
-      measure(view_tile<X>(source_, whole), 1);
+      measure(view_tile<X>(source_, tile), tile.rows);
     } else {
-      const A center = center_of(read({row, 1, 0, near_cols(cols_)}).first, near_cols(cols_));
-      const Totals totals = deviations_of_row<kLanes, Norm>(source_, row, cols_, A(1), center);
-      put(0, moments_of(center, totals, double_cols_));
+      measure_parts(tile);
     }
-    const bool careful = normalize(whole) > 0;
+    const bool careful = normalize(tile) > 0;
     if (careful) {
-      take_care(whole);
+      take_care(tile);
     }
     for (std::int64_t col = 0, count = 0; col < cols_; col += count) {
       count = piece(col, cols_, kTileCols);
-      const Tile part{row, 1, col, count};
+      const Tile part{tile.row, tile.rows, col, count};
       write(part, read(part), careful);
+    }
+  }
+  void measure_parts(const Tile& tile) {
+    for (std::int64_t r = 0; r < tile.rows; ++r) {
+      const Tile near{tile.row + r, 1, 0, near_cols(cols_)};
+      const A center = center_of(read(near).first, near.cols);
+      const Totals totals = deviations_of_row<kLanes, Norm>(source_, near.row, cols_, A(1), center);
+      put(r, moments_of(center, totals, double_cols_));
     }
   }
 

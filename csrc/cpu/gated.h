@@ -131,8 +131,8 @@ class GatedColumns {
 
   // A tile has room for two buffers.
   static A* buffer(int number) { return tile_buffer<A>(number / 2) + number % 2 * (kTileSize / 2); }
-  // Rows longer than a tile are processed in parts, and read again for each pass.
-  bool is_whole() const { return cols_ <= kWholeCols; }
+  // Rows longer than a buffer are processed in parts, and read again for each pass.
+  bool is_whole() const { return cols_ <= kTileSize / 2; }
   template <typename Function>
   void for_parts(const Function& function) const {
     for (std::int64_t col = 0, count = 0; col < cols_; col += count) {

@@ -21,7 +21,7 @@ class RopeRows {
         pairs_(call.rotation.half),
         rounds_(rounds_first(call.rounding, dtype_of(call))),
         dtype_(dtype_of(call)),
-        own_(cols_ > kWholeCols ? new A[kBuffers * cols_] : nullptr) {}
+        own_(cols_ > kTileSize / 2 ? new A[kBuffers * cols_] : nullptr) {}
 
  protected:
   static constexpr int kBuffers = 6;

@@ -17,8 +17,11 @@ inline std::int64_t piece(std::int64_t first, std::int64_t last, std::int64_t si
 // Rows longer than a tile are read in parts.
 inline bool is_long(std::int64_t cols) { return cols > kWholeCols; }
 
+// Of long rows as many as stay in the L2 cache: a part of their parameters is then converted once
+// for all of them.
 inline std::int64_t rows_of_tile(std::int64_t cols) {
-  return std::clamp<std::int64_t>(kTileElements / cols, 1, kTileRows);
+  return is_long(cols) ? std::clamp<std::int64_t>(kLongElements / cols, 1, kLongRows)
+                       : std::clamp<std::int64_t>(kTileElements / cols, 1, kTileRows);
 }
 
 struct Tile {
@@ -95,8 +98,13 @@ inline void add_to_rows(const A* __restrict addend, std::int64_t count, A* __res
 // `values` is a contiguous tile.
 template <typename A>
 void write_tile(const A* values, void* data, DType dtype, const Tile& tile, std::int64_t cols) {
-  if (data != nullptr) {
-    write_elements(values, data, dtype, tile.row * cols + tile.col, tile.rows * tile.cols);
+  if (data == nullptr) {
+    return;
+  }
+  const bool is_whole = tile.cols == cols;
+  const std::int64_t count = is_whole ? tile.rows * cols : tile.cols;
+  for (std::int64_t r = 0; r < (is_whole ? 1 : tile.rows); ++r) {
+    write_elements(values + r * count, data, dtype, (tile.row + r) * cols + tile.col, count);
   }
 }
 

@@ -20,6 +20,7 @@ from tests.ops import BF16, F16, F32, F64, OPS, PAIRS, TOLERANCE, condition, pai
 PLAIN_OPS = [op for op in OPS if not op.zero_centered]
 # Sub-warp rows, one and several warps, whole and partial packs, and rows that are streamed.
 SHAPES = [(9, 1), (6, 5), (5, 64), (4, 96), (21, 128), (3, 200), (2, 1023), (70, 256)]
+SHAPES += [(6, 2500)]  # long rows of the CPU, of which it takes four at a time
 CUDA_SHAPES = [(300, 768), (33, 4096), (600, 1024), (17, 8192), (5, 8200), (300, 9000), (3, 40001)]
 
 

@@ -45,7 +45,7 @@ class Model:
     def build(self, device: torch.device) -> nn.Module:
         """Random weights, always the same ones; in bf16 and ready to train, without dropout."""
         torch.manual_seed(0)
-        with device:  # which draws a billion numbers in a moment, one core in half a minute
+        with device:  # a billion weights take one core of the host too long
             model: nn.Module = _BUILDERS[self.kind](self)
         return model.to(device, torch.bfloat16).train()
 

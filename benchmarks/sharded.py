@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,7 +125,9 @@ def main() -> None:
     steps, rounds, iterations = (3, 2, 1) if options.small else (STEPS, ROUNDS, ITERATIONS)
     result = measure(size, device, CudaMeter() if cuda else None, steps, rounds, iterations)
     if dist.get_rank() == 0:
-        environment = report.environment(device, (), shlex.join(sys.orig_argv))
+        ranks = dist.get_world_size()
+        command = f"torchrun --nproc-per-node {ranks} -m benchmarks.sharded --json {options.json}"
+        environment = report.environment(device, (), command)
         environment["peers"] = {"transformers": importlib.metadata.version("transformers")}
         report.write_json(options.json, {"environment": environment, **result})
         for name, found in result["variants"].items():

@@ -1,5 +1,5 @@
-// The sum of input and residual for a range of rows, the first step of Forward alone. Included only
-// by a level: level.h.
+// The sum of input and residual: of a tile, as the first step of Forward, and of a range of rows
+// alone. Included only by a level: level.h.
 #pragma once
 
 #include "cpu/elements.h"
@@ -8,14 +8,23 @@
 
 namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 
+// sum = input + residual. The statistics will be those of the rounded sum, because that is what
+// backward reads.
 template <typename A>
-void add_tile(const NormForwardArgs& args, const Tile& tile) {
-  const View<A> x = read_tile(args.input, tile, tile_buffer<A>(0));
-  const View<A> residual = read_tile(args.residual, tile, tile_buffer<A>(1));
+__attribute__((noinline)) void add_residual(const NormForwardArgs& args, const Tile& tile) {
   const bool is_direct = args.dtype == kDTypeOf<A>;
+  A* const x_buffer = tile_buffer<A>(0);
   A* const sum =
       is_direct ? static_cast<A*>(args.sum) + tile.row * args.cols + tile.col : tile_buffer<A>(2);
   const std::int64_t stride = is_direct ? args.cols : tile.cols;
+  View<A> x{x_buffer, tile.cols};
+  if (args.dropout.active) {
+    copy_tile(args.input, tile, x_buffer);
+    drop_tile(args.dropout, tile, x_buffer);
+  } else {
+    x = read_tile(args.input, tile, x_buffer);
+  }
+  const View<A> residual = read_tile(args.residual, tile, tile_buffer<A>(1));
   for (std::int64_t r = 0; r < tile.rows; ++r) {
     add_rows(x.row(r), residual.row(r), tile.cols, sum + r * stride);
   }
@@ -32,9 +41,9 @@ inline void add(const NormForwardArgs& args, std::int64_t first_row, std::int64_
     for (std::int64_t col = 0, count = 0; col < cols; col += count) {
       count = is_long(cols) ? piece(col, cols, kTileCols) : cols;
       if (args.dtype == DType::kFloat64) {
-        add_tile<double>(args, {row, rows, col, count});
+        add_residual<double>(args, {row, rows, col, count});
       } else {
-        add_tile<float>(args, {row, rows, col, count});
+        add_residual<float>(args, {row, rows, col, count});
       }
     }
   }

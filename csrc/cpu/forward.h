@@ -1,6 +1,7 @@
 // Forward of a range of rows. Included only by a level: level.h.
 #pragma once
 
+#include "cpu/add.h"
 #include "cpu/careful.h"
 #include "cpu/level.h"
 #include "cpu/sums.h"
@@ -84,34 +85,8 @@ FUSED_OP_CPU_SHARED void affine_rows(const A* __restrict x, const A* __restrict 
   }
 }
 
-// What does not depend on the width of the rows is compiled once for all instances of Forward.
-
-// sum = input + residual. The statistics are those of the rounded sum, because that is what
-// backward reads.
-template <typename A>
-__attribute__((noinline)) void add_residual(const NormForwardArgs& args, const Tile& tile) {
-  const bool is_direct = args.dtype == kDTypeOf<A>;
-  A* const x_buffer = tile_buffer<A>(0);
-  A* const sum =
-      is_direct ? static_cast<A*>(args.sum) + tile.row * args.cols + tile.col : tile_buffer<A>(2);
-  const std::int64_t stride = is_direct ? args.cols : tile.cols;
-  View<A> x{x_buffer, tile.cols};
-  if (args.dropout.active) {
-    copy_tile(args.input, tile, x_buffer);
-    drop_tile(args.dropout, tile, x_buffer);
-  } else {
-    x = read_tile(args.input, tile, x_buffer);
-  }
-  const View<A> residual = read_tile(args.residual, tile, tile_buffer<A>(1));
-  for (std::int64_t r = 0; r < tile.rows; ++r) {
-    add_rows(x.row(r), residual.row(r), tile.cols, sum + r * stride);
-  }
-  if (!is_direct) {
-    write_tile(sum, args.sum, args.dtype, tile, args.cols);
-  }
-}
-
 // Computes normalisers and statistics from the moments of a tile. Returns how many rows need care.
+// Compiled once for all instances of Forward, like add_residual().
 template <typename Norm, typename A>
 __attribute__((noinline)) int normalize_rows(const NormForwardArgs& args, const Tile& tile,
                                              const A* __restrict mean, const A* __restrict rest,

@@ -149,10 +149,12 @@ class Slab {
     }
   }
 
+  __device__ __forceinline__ int groups() const { return threads_ / kSlabLanes; }
+
   // The loads of kAtOnce rows are started before the first of them is waited for.
+  template <int kAtOnce>
   __device__ __forceinline__ void take_rows() {
-    constexpr int kAtOnce = 4;
-    const int step = threads_ / kSlabLanes;
+    const int step = groups();
     for (std::int64_t first = 0; first < args_.rows; first += kAtOnce * step) {
       Pack<X, N> x[kAtOnce][kVectors];
       Pack<GradOutput, N> dy[kAtOnce][kVectors];
@@ -272,7 +274,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     few_rows<Op, Tile>(args, place, row);
   } else {
     Slab<Op, Tile> slab(args, (cta - row_ctas) * Slab<Op, Tile>::kCols);
-    slab.take_rows();
+    if (args.rows <= slab.groups()) {
+      slab.template take_rows<1>();
+    } else if (args.rows <= 2 * slab.groups()) {
+      slab.template take_rows<2>();
+    } else {
+      slab.template take_rows<4>();
+    }
     slab.leave();
   }
 }

@@ -12,7 +12,7 @@ namespace {
 constexpr std::int64_t kMostRows = 256;
 constexpr std::int64_t kMostBytes = 2 << 20;  // of x
 
-constexpr int kThreads = 256;  // of a CTA, unless a row needs more
+constexpr int kThreads = 256;  // of a CTA at most, unless a row needs more
 constexpr int kMostThreads = 512;
 // How many words a lane can hold in registers. Rows moved by words spill with 96, and beside Philox
 // with 72.
@@ -49,7 +49,10 @@ BackwardFewPlan plan_backward_few(const BackwardSpec& spec, std::int64_t rows, s
   plan.keep = many.keep;
   plan.move = many.move == Move::kVectors ? Move::kVectors : Move::kWords;
   plan.row_threads = many.row_threads;
-  plan.side_by_side = std::max(kThreads / many.row_threads, 1);
+  // No more warps than slabs have rows for: those without a row only make the others wait.
+  const std::int64_t busy = ceil_div(rows * kSlabLanes, kWarpSize) * kWarpSize;  // threads
+  plan.side_by_side = static_cast<int>(std::min<std::int64_t>(
+      ceil_div(busy, many.row_threads), std::max(kThreads / many.row_threads, 1)));
   plan.row_ctas = wants_rows ? ceil_div(rows, plan.side_by_side) : 0;
   const int widest = std::max(size_of(read_as_x(spec)), size_of(spec.grad_output));
   const int own = slab_columns(plan.move != Move::kVectors, plan.pack, widest);

@@ -30,6 +30,7 @@ from tests.ops import BF16, F16, F32, F64, OPS, PAIRS, Op, Pair
 NAMES = {F16: "f16", BF16: "bf16", F32: "f32", F64: "f64"}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 FEW = 5  # rows; a prime, so that some CTA is not full
+FEW_A_THREAD = (41, 199)  # of which a thread of backward_few_kernel takes two and four at once
 MANY = 1 << 20
 SHORT = 66  # columns, from which on a tile has more than one width
 PORTABLE_CLUSTER = 8
@@ -83,6 +84,10 @@ def calls(pair: Pair, portable: bool = False) -> Iterator[Callable[[], None]]:
         yield partial(run, call)
         if call.misaligned and pair.rows.itemsize == 2:
             yield partial(run, call, shift=2)  # rows that begin at words
+    for norm, rows, cols in product(NORMS, FEW_A_THREAD, (24, 150, 1024)):
+        name = NAMES[pair.rows]
+        call = Call(norm, rows, cols, name, param_dtype=NAMES[pair.params], out_dtype=name)
+        yield partial(run, call)
     for op in OPS:
         for cols in (3, 24, 144, 1152, 4096, 20_000, 70_000):
             yield partial(run_constant, op, pair, cols)

@@ -126,7 +126,10 @@ const char* broken_rule(const BackwardSpec& spec, const BackwardFewPlan& plan,
     return "rows that are not few";
   }
   const int threads = plan.row_threads * plan.side_by_side;
-  if (threads < 128 || threads > 512 || threads % 32 != 0) return "threads of few rows";
+  if (threads < 32 || threads > 512 || threads % 32 != 0) return "threads of few rows";
+  const std::int64_t busy = (8 * call.rows + 31) / 32 * 32;  // that have a row of a slab
+  if (threads < busy && threads + plan.row_threads <= 256) return "rows that wait for others";
+  if (threads - plan.row_threads >= busy) return "idle threads";
   if (plan.lanes < 32 && plan.row_threads != plan.lanes) return "rows that share a warp";
   if (plan.move == Move::kWholeWords) return "move of few rows";
   if ((plan.move == Move::kVectors) != (many.move == Move::kVectors)) return "move of few rows";

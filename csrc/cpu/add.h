@@ -35,7 +35,7 @@ __attribute__((noinline)) void add_residual(const NormForwardArgs& args, const T
 
 inline void add(const NormForwardArgs& args, std::int64_t first_row, std::int64_t last_row) {
   const std::int64_t cols = args.cols;
-  const std::int64_t tile_rows = rows_of_tile(cols);
+  const std::int64_t tile_rows = rows_of_tile(args.rows, cols, args.dtype);
   for (std::int64_t row = first_row; row < last_row; row += tile_rows) {
     const std::int64_t rows = std::min(tile_rows, last_row - row);
     for (std::int64_t col = 0, count = 0; col < cols; col += count) {

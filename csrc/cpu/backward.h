@@ -59,7 +59,8 @@ class Backward {
   using General = Backward<kLanes, Norm, A, A>;
 
   void run_rows(std::int64_t first_row, std::int64_t last_row, A* sums) {
-    const std::int64_t tile_rows = std::max<std::int64_t>(kAtOnce, rows_of_tile(cols_));
+    const std::int64_t tile_rows =
+        std::max<std::int64_t>(kAtOnce, rows_of_tile(args_.rows, cols_, args_.dtype));
     if (wants_grads_ || kNarrow) {
       begin_grads(wants_grads_ ? sums : unread_);
     }

@@ -135,7 +135,7 @@ class Forward {
         bias_(call.bias, call.param_dtype, grads_of(call.kind) == 2 ? cols_ : 0, A(0)) {}
 
   void run(std::int64_t first_row, std::int64_t last_row) {
-    const std::int64_t tile_rows = rows_of_tile(cols_);
+    const std::int64_t tile_rows = rows_of_tile(args_.rows, cols_, args_.dtype);
     for (std::int64_t row = first_row; row < last_row; row += tile_rows) {
       const Tile tile{row, std::min(tile_rows, last_row - row), 0, cols_};
       if constexpr (kMayBeLong) {

@@ -19,9 +19,14 @@ inline bool is_long(std::int64_t cols) { return cols > kWholeCols; }
 
 // Of long rows as many as stay in the L2 cache: a part of their parameters is then converted once
 // for all of them.
-inline std::int64_t rows_of_tile(std::int64_t cols) {
-  return is_long(cols) ? std::clamp<std::int64_t>(kLongElements / cols, 1, kLongRows)
-                       : std::clamp<std::int64_t>(kTileElements / cols, 1, kTileRows);
+inline std::int64_t rows_of_tile(std::int64_t rows, std::int64_t cols, DType dtype) {
+  if (is_long(cols)) {
+    return std::clamp<std::int64_t>(kLongElements / cols, 1, kLongRows);
+  }
+  const bool is_streamed =
+      dtype == DType::kFloat64 && rows * cols > kCachedDoubles && cols > kNarrowCols;
+  const std::int64_t elements = is_streamed ? kStreamedDoubles : kTileElements;
+  return std::clamp<std::int64_t>(elements / cols, 1, kTileRows);
 }
 
 struct Tile {

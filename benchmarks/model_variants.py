@@ -175,7 +175,7 @@ def _converted(model: nn.Module, mode: str) -> Built:
 def _with_additions(model: nn.Module, mode: str) -> Built:
     if mode == "torch.compile":
         return _with_compile_pass(model)
-    additions = sum(r.additions for r in convert(model, residual=True).residuals)
+    additions = sum(r.additions for r in convert(model, residual=True).blocks)
     if additions == 0:
         raise NothingToMeasure("no addition of its blocks can move into a norm")
     return Built(model, note=lambda: f"{additions} additions")

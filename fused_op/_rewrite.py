@@ -1,12 +1,15 @@
-"""A forward with other statements: what ``_residual.py`` gives to a block.
+"""A forward with other statements: what ``_block.py`` gives to a block.
 
-The proof is one of the source: a forward is compiled once more, with statements of three forms
-replaced by others that mean the same. That the source is what runs is proved by its bytecode.
+The proof is one of the source: a forward is compiled once more, with what has one of these forms
+replaced by a call that means the same. That the source is what runs is proved by its bytecode.
 
 =============================================  ====================================================
 ``h = r + f(…)``; ``r = h``; ``h = self.n(h)``  ``h, r = add_norm(self.n, r, f(…))``
 the same with ``h = self.p(f(…))`` before it    ``h, r = norm_add_norm(self.p, self.n, f(…), r)``
 ``h = self.n(r + f(…))``                        ``h, _ = add_norm(self.n, r, f(…))``
+``self.n(x) * (1 + s) + t``                     ``modulated_norm(self.n, x, s, t)``
+``h = self.n(x)``; ``h = h * (1 + s) + t``      ``h = modulated_norm(self.n, x, s, t)``
+the same two without ``+ t``                   ``modulated_norm(self.n, x, s, None)``
 =============================================  ====================================================
 """
 
@@ -16,20 +19,45 @@ import ast
 import functools
 import linecache
 import types
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
+from ._modulation import Modulation, modulation_of
 from ._probe import Refusal
 
 HELPER = "_fused_op_add_norm"  # the name of add_norm in a block
-BOTH = "_fused_op_norm_add_norm"  # and of norm_add_norm
+BOTH = "_fused_op_norm_add_norm"  # of norm_add_norm
+MODULATE = "_fused_op_modulated_norm"  # and of modulated_norm
 
 
-def rewritten(forward: Any, norms: frozenset[str]) -> tuple[types.FunctionType, int]:
-    """A forward with the additions before its norms fused, and how many there are.
+class Wanted(NamedTuple):
+    """What a forward is searched for."""
+
+    norms: frozenset[str]  # their names
+    additions: bool
+    modulations: bool
+
+    def missing(self) -> str:
+        """The words for a forward with nothing of it."""
+        addition = "no addition comes right before a norm"
+        modulation = "no modulation comes right after a norm"
+        forms = [addition] * self.additions + [modulation] * self.modulations
+        return f"{' and '.join(forms)} in its forward"
+
+
+class Found(NamedTuple):
+    """What a new forward does by its norms."""
+
+    additions: int
+    modulations: int
+
+
+def rewritten(forward: Any, wanted: Wanted) -> tuple[types.FunctionType, Found]:
+    """A forward whose norms do what is wanted, and how often.
 
     Args:
         forward: of a class.
-        norms: the names of the norms that may add.
+        wanted: additions before norms, modulations after them, or both.
 
     Raises:
         Refusal: there is none, or it is not certain what the forward does.
@@ -38,8 +66,8 @@ def rewritten(forward: Any, norms: frozenset[str]) -> tuple[types.FunctionType, 
         raise Refusal("its forward is no function")
     wrapped = getattr(forward, "__wrapped__", None)
     if wrapped is not None:
-        inner, additions = rewritten(wrapped, norms)
-        return _with_inner(forward, wrapped, inner), additions
+        inner, found = rewritten(wrapped, wanted)
+        return _with_inner(forward, wrapped, inner), found
     if forward.__code__.co_freevars:
         raise Refusal("its forward is a closure")
     # The whole file: what a file imports changes the bytecode of its functions.
@@ -51,12 +79,13 @@ def rewritten(forward: Any, norms: frozenset[str]) -> tuple[types.FunctionType, 
         node = next(n for n in ast.walk(tree) if _is_definition(n, forward))
     except (SyntaxError, ValueError, StopIteration):
         raise Refusal("its forward is not what its source says, or that is not there") from None
-    rewriter = _Rewriter(norms)
+    rewriter = _Rewriter(wanted)
     rewriter.visit(node)
-    if not rewriter.additions:
-        raise Refusal("no addition comes right before a norm in its forward")
+    found = Found(rewriter.additions, rewriter.modulations)
+    if not any(found):
+        raise Refusal(wanted.missing())
     code = _compiled(ast.fix_missing_locations(tree), forward)
-    return _like(forward, code, None), rewriter.additions
+    return _like(forward, code, None), found
 
 
 def _like(function: types.FunctionType, code: types.CodeType, closure: Any) -> types.FunctionType:
@@ -129,11 +158,12 @@ def _is_same(a: types.CodeType, b: types.CodeType) -> bool:
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Replaces the statements of the three forms in the table above."""
+    """Replaces the forms in the table above."""
 
-    def __init__(self, norms: frozenset[str]) -> None:
-        self._norms = norms
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
         self.additions = 0
+        self.modulations = 0
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -145,24 +175,59 @@ class _Rewriter(ast.NodeTransformer):
     def _statements(self, body: list[ast.stmt]) -> list[ast.stmt]:
         result, i = [], 0
         while i < len(body):
-            count = 1
-            for form, length in (
-                (self._norm_add_keep_norm, 4),
-                (self._add_keep_norm, 3),
-                (self._norm_of_sum, 1),
-            ):
+            count, fused = 1, None
+            for form, length in self._forms():
                 fused = form(body[i : i + length])
                 if fused is not None:
-                    self.additions += 1
                     count = length
                     break
             result.append(fused or body[i])
             i += count
         return result
 
+    def _forms(self) -> list[tuple[Callable[[list[ast.stmt]], ast.stmt | None], int]]:
+        """Those that are statements, each with how many it takes."""
+        forms: list[tuple[Callable[[list[ast.stmt]], ast.stmt | None], int]] = []
+        if self._wanted.modulations:
+            forms += [(self._norm_then_modulation, 2)]
+        if self._wanted.additions:
+            forms += [(self._norm_add_keep_norm, 4), (self._add_keep_norm, 3)]
+            forms += [(self._norm_of_sum, 1)]
+        return forms
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        """``self.n(x) * (1 + s) + t``; the whole of it before its product."""
+        parts = modulation_of(node) if self._wanted.modulations else None
+        norm, argument = self._norm_call(None if parts is None else parts.normalized)
+        if parts is None or norm is None or argument is None or _assigns(argument):
+            return self.generic_visit(node)
+        return self._modulated(node, norm, self.visit(argument), parts)
+
+    def _norm_then_modulation(self, two: list[ast.stmt]) -> ast.stmt | None:
+        """``h = self.n(x)``, ``h = h * (1 + s) + t``."""
+        if len(two) != 2:
+            return None
+        (h, call), (output, sum) = map(_assignment, two)
+        norm, argument = self._norm_call(call)
+        parts = modulation_of(sum)
+        if norm is None or argument is None or _assigns(argument) or parts is None:
+            return None
+        if h is None or not h == output == _name(parts.normalized) or h in parts.names():
+            return None
+        value = self._modulated(two[0], norm, argument, parts)
+        return ast.copy_location(ast.Assign([ast.Name(h, ast.Store())], value), two[0])
+
+    def _modulated(
+        self, place: ast.AST, norm: str, argument: ast.expr, parts: Modulation
+    ) -> ast.expr:
+        self.modulations += 1
+        call: Any = ast.parse(f"self.{MODULATE}(self.{norm})", mode="eval").body
+        call.args += [argument, parts.scale, parts.shift]
+        return cast(ast.expr, ast.copy_location(call, place))
+
     def _norm_add_keep_norm(self, four: list[ast.stmt]) -> ast.stmt | None:
         """``h = self.p(f)``, ``h = r + h``, ``r = h``, ``h = self.n(h)``."""
-        if len(four) != 4 or self._add_keep_norm(four[1:]) is None:
+        if len(four) != 4 or not self._adds_and_keeps(four[1:]):
             return None
         (h, call), (output, sum), (r, _), (_, last) = map(_assignment, four)
         post, argument = self._norm_call(call)
@@ -171,28 +236,34 @@ class _Rewriter(ast.NodeTransformer):
             return None
         if not isinstance(sum, ast.BinOp) or {_name(sum.left), _name(sum.right)} != {h, r}:
             return None
+        self.additions += 1
         code = f"{h}, {r} = self.{BOTH}(self.{post}, self.{pre}, None, {r})"
         return _statement(four[0], code, argument)
 
     def _add_keep_norm(self, three: list[ast.stmt]) -> ast.stmt | None:
         """``h = r + f``, ``r = h``, ``h = self.n(h)``."""
-        if len(three) != 3:
+        if not self._adds_and_keeps(three):
             return None
-        (h, sum), (r, kept), (output, call) = map(_assignment, three)
-        norm, argument = self._norm_call(call)
-        if (
-            h is None
-            or r is None
-            or h == r
-            or not h == output == _name(kept) == _name(argument)
-            or norm is None
-            or not isinstance(sum, ast.BinOp)
-            or not _is_sum(sum)
-            or r not in (_name(sum.left), _name(sum.right))
-        ):
-            return None
+        (h, sum), (r, _), (_, call) = map(_assignment, three)
+        norm, _ = self._norm_call(call)
+        assert isinstance(sum, ast.BinOp)
+        self.additions += 1
         code = f"{h}, {r} = self.{HELPER}(self.{norm}, None, None)"
         return _statement(three[0], code, sum.left, sum.right)
+
+    def _adds_and_keeps(self, three: list[ast.stmt]) -> bool:
+        if len(three) != 3:
+            return False
+        (h, sum), (r, kept), (output, call) = map(_assignment, three)
+        norm, argument = self._norm_call(call)
+        return (
+            None not in (h, r, norm)
+            and h != r
+            and h == output == _name(kept) == _name(argument)
+            and isinstance(sum, ast.BinOp)
+            and _is_sum(sum)
+            and r in (_name(sum.left), _name(sum.right))
+        )
 
     def _norm_of_sum(self, one: list[ast.stmt]) -> ast.stmt | None:
         """``h = self.n(r + f)``."""
@@ -202,6 +273,7 @@ class _Rewriter(ast.NodeTransformer):
             return None
         if not _is_sum(argument):
             return None
+        self.additions += 1
         code = f"{h} = self.{HELPER}(self.{norm}, None, None)[0]"
         return _statement(one[0], code, argument.left, argument.right)
 
@@ -210,7 +282,7 @@ class _Rewriter(ast.NodeTransformer):
         match call:
             case ast.Call(
                 func=ast.Attribute(value=ast.Name(id="self"), attr=norm), args=[x], keywords=[]
-            ) if norm in self._norms and not isinstance(x, ast.Starred):
+            ) if norm in self._wanted.norms and not isinstance(x, ast.Starred):
                 return norm, x
         return None, None
 

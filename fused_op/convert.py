@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from ._block import Block, fuse_blocks
 from ._fused_class import is_fused
 from ._judge import Verdict, judge_once, name_of_eps
 from ._options import Rounding
 from ._probe import Refusal
-from ._residual import Residual, fuse_residuals
 from .modules import CONVERTED
 
 Select = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
@@ -64,24 +64,31 @@ class Report:
 
     converted: tuple[Converted, ...]
     skipped: tuple[Skipped, ...]
-    residuals: tuple[Residual, ...] = ()
+    blocks: tuple[Block, ...] = ()
 
     def __str__(self) -> str:
-        """One line for each norm, and with ``residual=True`` for each block."""
+        """One line for each norm, and for each block that was searched."""
         rows = [(c.name, f"{c.before} -> {c.after}", c.note()) for c in self.converted]
         rows += [(s.name, s.type_name, s.reason) for s in self.skipped]
         widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
         lines = [f"norms changed: {len(self.converted)}, left as they are: {len(self.skipped)}"]
         for name, what, note in rows:
             lines.append(f"  {name:{widths[0]}}  {what:{widths[1]}}  {note}".rstrip())
-        for r in self.residuals:
-            what = r.reason or f"additions done by its norms: {r.additions}"
-            lines.append(f"  {r.name or '(the model)'}  {r.type_name}  {what}")
+        for block in self.blocks:
+            done = {"additions": block.additions, "modulations": block.modulations}
+            counts = ", ".join(f"{what} {count}" for what, count in done.items() if count)
+            what = block.reason or f"done by its norms: {counts}"
+            lines.append(f"  {block.name or '(the model)'}  {block.type_name}  {what}")
         return "\n".join(lines)
 
 
 def convert(
-    model: nn.Module, *, include: Select = None, exclude: Select = None, residual: bool = False
+    model: nn.Module,
+    *,
+    include: Select = None,
+    exclude: Select = None,
+    residual: bool = False,
+    modulation: bool = False,
 ) -> Report:
     """Give the norms of a model a fused forward, in place, after a comparison of each.
 
@@ -124,6 +131,10 @@ def convert(
             one of them: ``h = r + f(x); r = h; h = self.norm(h)``, or ``h = self.norm(r + f(x))``.
             Such a block gets a subclass of its class, under the same name, with that forward. A
             sum that only the next block normalises stays an addition.
+        modulation: also let the norms of diffusion transformers modulate (AdaLN), in modules whose
+            forward has ``self.norm(x) * (1 + scale) + shift``, in one statement or in two. They get
+            such a subclass, too. In 16 bits the result is rounded once, where the original rounds
+            after each operation.
 
     Returns:
         The norms that changed, and those that did not, each with its reason. A norm with several
@@ -159,8 +170,8 @@ def convert(
     for module, after in changes:
         module.__dict__[CONVERTED] = module.__class__
         module.__class__ = after
-    residuals = fuse_residuals(model) if residual else ()
-    return Report(tuple(converted), tuple(skipped), residuals)
+    blocks = fuse_blocks(model, residual, modulation) if residual or modulation else ()
+    return Report(tuple(converted), tuple(skipped), blocks)
 
 
 def revert(model: nn.Module) -> Report:
@@ -219,8 +230,9 @@ def _norms(function: str, model: Any) -> list[tuple[list[str], nn.Module]]:
 def _looks_like_norm(module: nn.Module) -> bool:
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         return True
-    named = "norm" in type(module).__name__.lower() or name_of_eps(module) is not None
-    return named and (not module._modules or parametrize.is_parametrized(module))
+    if module._modules and not parametrize.is_parametrized(module):
+        return False  # before its attributes are looked at: some models warn of that
+    return "norm" in type(module).__name__.lower() or name_of_eps(module) is not None
 
 
 def _selection(argument: str, select: Select, norms: list[tuple[list[str], nn.Module]]) -> set[int]:

@@ -422,5 +422,5 @@ def test_residual_additions_stay_before_it():
     block, x = Block(), images()
     expected = block(x)
     report = convert(block, residual=True)
-    assert len(report.converted) == 1 and not report.residuals
+    assert len(report.converted) == 1 and not report.blocks
     close(block(x), expected, F32)

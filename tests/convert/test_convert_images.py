@@ -423,5 +423,5 @@ def test_residual_additions_stay_before_other_norms(make):
     )
     expected = block(x)
     report = convert(block, residual=True)
-    assert len(report.converted) == 1 and not any(r.additions for r in report.residuals)
+    assert len(report.converted) == 1 and not any(r.additions for r in report.blocks)
     close(block(x), expected, F32)

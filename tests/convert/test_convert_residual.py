@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from fused_op import _residual, convert, revert
+from fused_op import _block, convert, revert
 from fused_op.convert import Report
 
 
@@ -77,7 +77,7 @@ class BothNorm(nn.Module):
 
 
 def additions(report: Report) -> dict[str, int]:
-    return {r.type_name: r.additions for r in report.residuals}
+    return {r.type_name: r.additions for r in report.blocks}
 
 
 def fused_additions(run) -> int:
@@ -93,13 +93,13 @@ def fused_additions(run) -> int:
 @pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
 def test_values_are_those_of_converted_norms(block, norm, monkeypatch, device: str) -> None:
     """Catches other values, gradients or random numbers, and an addition that is not fused."""
-    monkeypatch.setattr(_residual, "MANY", 0)
+    monkeypatch.setattr(_block, "MANY", 0)
     reference = block(norm).to(device)
     model = copy.deepcopy(reference)
     convert(reference)
     report = convert(model, residual=True)
-    assert additions(report) == {block.__name__: 1} and report.residuals[0].reason == ""
-    assert "additions done by its norms: 1" in str(report)
+    assert additions(report) == {block.__name__: 1} and report.blocks[0].reason == ""
+    assert "done by its norms: additions 1" in str(report)
     x = torch.randn(3, 16, device=device, requires_grad=True)
     runs = []
     for each in (reference, model):
@@ -127,7 +127,7 @@ def test_two_norms_and_their_addition_are_one_call(monkeypatch) -> None:
     model = BothNorm()
     convert(model, residual=True)
     assert both_in_one(lambda: model(x)) == 0  # of so few elements
-    monkeypatch.setattr(_residual, "MANY", 48)
+    monkeypatch.setattr(_block, "MANY", 48)
 
     def of(change) -> nn.Module:
         torch.manual_seed(0)
@@ -178,7 +178,7 @@ def test_revert_copy_and_pickle() -> None:
         assert torch.equal(other[0](x), model[0](x))
         assert len(revert(other).converted) == 5
         assert [type(m) for m in other.modules()] == before
-    assert convert(model, residual=True).residuals == ()  # nothing is left to do
+    assert convert(model, residual=True).blocks == ()  # nothing is left to do
 
 
 @pytest.mark.parametrize("kind", ["forward", "pre", "backward", "global"])
@@ -294,7 +294,7 @@ def test_left_with_a_reason(case: str) -> None:
     model = make()
     before = type(model)
     report = convert(model, residual=True)
-    assert [r.reason for r in report.residuals] == [reason]
+    assert [r.reason for r in report.blocks] == [reason]
     assert type(model) is before and re.search(reason, str(report))
 
 
@@ -308,7 +308,7 @@ def test_source_that_changed(monkeypatch) -> None:
 
     class_of = type("Edited", (PostNorm,), {})
     report = convert(class_of(), residual=True)
-    assert report.residuals[0].reason.startswith("its forward is not what its source says")
+    assert report.blocks[0].reason.startswith("its forward is not what its source says")
 
 
 MODELS = {  # of transformers: the additions that its blocks fuse
@@ -337,7 +337,7 @@ def test_models_of_transformers(name: str) -> None:
     model = copy.deepcopy(reference)
     convert(reference)
     report = convert(model, residual=True)
-    changed = {r.type_name: r.additions for r in report.residuals if r.additions}
+    changed = {r.type_name: r.additions for r in report.blocks if r.additions}
     assert changed == MODELS[name], report
     ids = torch.arange(32).view(2, 16)
     outputs = [each(ids).last_hidden_state for each in (reference, model)]

@@ -1,7 +1,7 @@
-"""For a block of any library, a subclass of it whose forward adds residuals inside of its norms.
+"""For a block of any library, a subclass of it whose norms do what its forward did around them.
 
-``_rewrite.py`` makes that forward, and proves it; ``add_norm`` and ``norm_add_norm`` are what it
-calls.
+They add the residual, or modulate. ``_rewrite.py`` makes that forward, and proves it; ``add_norm``,
+``norm_add_norm`` and ``modulated_norm`` are what it calls.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as global_hooks
 
 from ._fused_class import Formula, is_fused
+from ._modulated_norm import fused_modulated_layer_norm, fused_modulated_rms_norm
 from ._post_add_pre_rms_norm import fused_post_add_pre_rms_norm
 from ._probe import Refusal
 from ._recipe import make_subclass, recipe_of
-from ._rewrite import BOTH, HELPER, rewritten
+from ._rewrite import BOTH, HELPER, MODULATE, Found, Wanted, rewritten
 from .functional import fused_add_layer_norm, fused_add_rms_norm
 from .modules import CONVERTED, FusedLayerNorm, FusedRMSNorm
 
@@ -26,40 +28,49 @@ from .modules import CONVERTED, FusedLayerNorm, FusedRMSNorm
 MANY = 1 << 22
 
 
-class Residual(NamedTuple):
-    """A module with norms of its own, and what happened to the additions before them."""
+class Block(NamedTuple):
+    """A module with norms of its own, and what its norms do now."""
 
     name: str
     type_name: str
     additions: int
-    """How many of them are done by the norms now."""
+    """How many residuals they add."""
+    modulations: int
+    """How often they modulate."""
     reason: str
-    """Why there is none; empty if there are some."""
+    """Why neither; empty otherwise."""
 
 
-def fuse_residuals(model: nn.Module) -> tuple[Residual, ...]:
-    """Give each block of a converted model, whose forward allows it, one that adds in its norms."""
-    found = []
+def fuse_blocks(model: nn.Module, residual: bool, modulation: bool) -> tuple[Block, ...]:
+    """Give each block of a converted model, whose forward allows it, one that asks its norms."""
+    blocks = []
     for name, module in model.named_modules():
         norms = {
             n
             for n, child in module.named_children()
             if CONVERTED in child.__dict__ and _is_of_rows(cast(Any, type(child)))
         }
-        if not norms or hasattr(type(module), HELPER):
-            continue
         before = type(module)
+        earlier = recipe_of(before) if hasattr(before, HELPER) else None
+        wanted = Wanted(frozenset(norms), residual, modulation)
+        if isinstance(earlier, Wanted):
+            if wanted.additions <= earlier.additions and wanted.modulations <= earlier.modulations:
+                continue  # nothing is left to do
+            before = module.__dict__[CONVERTED]
+            wanted = Wanted(earlier.norms, True, True)
+        if not norms:
+            continue
         try:
             if "forward" in module.__dict__:
                 raise Refusal("its forward is replaced on the instance")
-            after, additions = block_class(cast(Any, before), frozenset(norms))
+            after, found = block_class(cast(Any, before), wanted)
         except Refusal as refusal:
-            found.append(Residual(name, before.__name__, 0, str(refusal)))
+            blocks.append(Block(name, before.__name__, 0, 0, str(refusal)))
             continue
         module.__dict__[CONVERTED] = before
         module.__class__ = after
-        found.append(Residual(name, before.__name__, additions, ""))
-    return tuple(found)
+        blocks.append(Block(name, before.__name__, *found, ""))
+    return tuple(blocks)
 
 
 def add_norm(norm: Any, left: Any, right: Any) -> tuple[Any, Any]:
@@ -105,6 +116,51 @@ def norm_add_norm(post: Any, pre: Any, branch: Any, residual: Any) -> tuple[Any,
     return add_norm(pre, residual, post(branch))
 
 
+def modulated_norm(norm: Any, input: Any, scale: Any, shift: Any) -> Any:
+    """``norm(input) * (1 + scale) + shift``, in one kernel where the norm can be asked for that.
+
+    ``shift=None`` adds nothing.
+
+    Otherwise in these operations: also under autocast, which has dtypes of its own for them, and on
+    the CPU if each row has an entry of its own, where they are faster.
+    """
+    if _modulates(norm, input, scale, shift):
+        weight, shape, eps, zero_centered, rounding = _arguments_of(norm)
+        rounds = rounding != "once" and weight is not None
+        if not zero_centered and not rounds and shape in (None, input.shape[-1:]):
+            if _formula_of(cast(Any, type(norm))).norm == "layer_norm":
+                bias = norm.__dict__["_parameters"].get("bias")
+                return fused_modulated_layer_norm(input, scale, shift, weight, bias, eps)
+            return fused_modulated_rms_norm(input, scale, shift, weight, eps)
+    product = norm(input) * (1 + scale)
+    return product if shift is None else product + shift
+
+
+def _modulates(norm: Any, input: Any, scale: Any, shift: Any) -> bool:
+    parameters = norm.__dict__["_parameters"].values()
+    entries = (scale,) if shift is None else (scale, shift)
+    return (
+        all(type(tensor) is Tensor for tensor in (input, *entries))
+        and all(each.dtype is input.dtype and each.shape == scale.shape for each in entries)
+        and _has_entries_for(input, scale)
+        and all(p is None or (p.dtype is input.dtype and p.dim() == 1) for p in parameters)
+        and not torch.is_autocast_enabled(input.device.type)
+        and _is_free(norm)
+    )
+
+
+def _has_entries_for(input: Tensor, scale: Tensor) -> bool:
+    """Whether scale broadcasts to input, and its rows are shared by neighbouring ones of input."""
+    if scale.dim() not in (1, input.dim()) or scale.shape[-1:] != input.shape[-1:]:
+        return False
+    shared = False
+    for entries, rows in zip(scale.shape[:-1], input.shape[:-1], strict=False):
+        shared = shared or entries != rows
+        if shared and entries != 1:
+            return False
+    return shared or scale.dim() == 1 or input.device.type != "cpu"
+
+
 def _takes_sum(norm: Any, weight: Any, bias: Any, left: Any, right: Any) -> bool:
     return (
         type(left) is Tensor
@@ -113,10 +169,14 @@ def _takes_sum(norm: Any, weight: Any, bias: Any, left: Any, right: Any) -> bool
         and (weight is None or weight.dtype is left.dtype)
         and (bias is None or bias.dtype is left.dtype)
         and left.shape == right.shape
-        and is_fused(type(norm))
-        and _is_of_rows(cast(Any, type(norm)))
-        and not _is_hooked(norm.__dict__)
+        and _is_free(norm)
     )
+
+
+def _is_free(norm: Any) -> bool:
+    """Whether its fused op may be called in its place."""
+    of_rows = is_fused(type(norm)) and _is_of_rows(cast(Any, type(norm)))
+    return of_rows and not _is_hooked(norm.__dict__)
 
 
 @functools.cache
@@ -167,13 +227,13 @@ def _is_hooked(state: dict[str, Any]) -> bool:
 
 
 @functools.cache
-def block_class(original: Any, norms: frozenset[str]) -> tuple[type[nn.Module], int]:
-    """The class for a block with norms of these names, and how many additions it fuses.
+def block_class(original: Any, wanted: Wanted) -> tuple[type[nn.Module], Found]:
+    """The class for a block with norms of these names, and what they do.
 
     Raises:
         Refusal: there is none.
     """
-    forward, additions = rewritten(original.forward, norms)
+    forward, found = rewritten(original.forward, wanted)
 
     members = {
         "__module__": original.__module__,
@@ -182,14 +242,15 @@ def block_class(original: Any, norms: frozenset[str]) -> tuple[type[nn.Module], 
         "forward": forward,
         HELPER: staticmethod(add_norm),
         BOTH: staticmethod(norm_add_norm),
+        MODULATE: staticmethod(modulated_norm),
     }
     # Under the name of the original: libraries look for the blocks of a model by it.
     try:
-        cls = make_subclass(original, norms, _class_of_block, original.__name__, members)
+        cls = make_subclass(original, wanted, _class_of_block, original.__name__, members)
     except Exception as error:  # of its metaclass or __init_subclass__
         raise Refusal(f"its class refuses a subclass: {type(error).__name__}: {error}") from error
-    return cls, additions
+    return cls, found
 
 
-def _class_of_block(original: Any, norms: frozenset[str]) -> type[nn.Module]:
-    return block_class(original, norms)[0]
+def _class_of_block(original: Any, wanted: Wanted) -> type[nn.Module]:
+    return block_class(original, wanted)[0]

@@ -16,8 +16,6 @@ import functools
 import json
 import math
 import re
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,7 +84,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     device = default_device()
-    environment = report.environment(device, options.peers, shlex.join(sys.orig_argv))
+    environment = report.environment(device, options.peers)
     result: dict[str, Any] = {"environment": environment, "eager": [], "rows": []}
     print(f"{environment['device']}, torch {environment['torch']}")
     if device.type == "cpu":

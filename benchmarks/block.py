@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -207,7 +206,7 @@ def main() -> None:
     device, meter = torch.device("cuda"), CudaMeter()
     peers = select(["PyTorch", "torch.compile", "Liger"])
     result: dict[str, Any] = {
-        "environment": report.environment(device, peers, shlex.join(sys.orig_argv)),
+        "environment": report.environment(device, peers),
         "blocks": [],
         "norms": [],
     }

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -121,7 +119,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cpu")
     result = {
-        "environment": report.environment(device, PEERS[:2], shlex.join(sys.orig_argv)),
+        "environment": report.environment(device, PEERS[:2]),
         "rows": measure(threads_of=options.threads),
     }
     report.write_json(options.json, result)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -70,10 +69,9 @@ def main() -> None:
         for name, folder in zip(names, folders, strict=True):
             outputs[name] = run(folder, SCRIPTS[name], *options.arguments)
             print(f"{name}\n{outputs[name]}\n", flush=True)
-    command = shlex.join(sys.orig_argv)
     write_json(
         options.json,
-        {"environment": environment(default_device(), (), command), "printed": outputs},
+        {"environment": environment(default_device(), ()), "printed": outputs},
     )
 
 

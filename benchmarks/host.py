@@ -8,8 +8,6 @@ PyTorch's layer norm would otherwise wake other threads even for 8 rows. Less th
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -139,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     options = parser.parse_args()
-    environment = report.environment(default_device(), PEERS[:2], shlex.join(sys.orig_argv))
+    environment = report.environment(default_device(), PEERS[:2])
     result = {"environment": environment, "rows": measure()}
     report.write_json(options.json, result)
     print(table(result["rows"]))

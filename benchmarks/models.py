@@ -18,7 +18,6 @@ import gc
 import importlib.metadata
 import itertools
 import math
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -195,7 +194,7 @@ def main() -> None:
         sys.exit("benchmarks.models needs a GPU, or --small: PyTorch sees no CUDA device here")
     meter = CudaMeter() if device.type == "cuda" else None
     peers = select(["PyTorch", "torch.compile", "Liger"])
-    environment = report.environment(device, peers, shlex.join(sys.orig_argv))
+    environment = report.environment(device, peers)
     environment["peers"]["transformers"] = importlib.metadata.version("transformers")
     rows = load_rows(options.json, environment) if options.append else []
     result: dict[str, Any] = {"environment": environment, "rows": rows}

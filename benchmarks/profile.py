@@ -14,7 +14,6 @@ import argparse
 import csv
 import json
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -167,7 +166,7 @@ def main() -> None:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         shapes = [line.split(",") for line in done.stdout.splitlines() if line.count(",") == 4]
         found = kernels(log.read_text(), shapes)
-    where = environment(torch.device("cuda"), (), shlex.join(sys.orig_argv))
+    where = environment(torch.device("cuda"), ())
     options.json.write_text(json.dumps({"environment": where, "rows": found}, indent=1) + "\n")
     print(table(found))
 

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +23,15 @@ RESULTS = ROOT / "benchmarks" / "results"
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 
 
-def environment(device: torch.device, peers: Sequence[Peer], command: str) -> dict[str, Any]:
+def own_command() -> str:
+    """The command of this process, to be repeated: without the folder of its interpreter."""
+    interpreter, *rest = sys.orig_argv
+    return shlex.join([Path(interpreter).name, *rest])
+
+
+def environment(
+    device: torch.device, peers: Sequence[Peer], command: str | None = None
+) -> dict[str, Any]:
     """Everything that a figure depends on: machine, versions, commit, date, command."""
     cuda = device.type == "cuda"
     nvcc = _output("nvcc", "--version")
@@ -43,7 +52,7 @@ def environment(device: torch.device, peers: Sequence[Peer], command: str) -> di
         # A copy of the tree without .git can say which commit it is.
         "commit": os.environ.get("GIT_COMMIT") or _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": command,
+        "command": command or own_command(),
     }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -192,7 +191,7 @@ def main() -> None:
         parser.error(str(error))
 
     device = default_device()
-    environment = report.environment(device, peers, shlex.join(sys.orig_argv))
+    environment = report.environment(device, peers)
     rows = load_rows(options.json, environment) if options.append else []
     measured = {(row["op"], row["dtype"], row["rows"], row["cols"]) for row in rows}
     cases = dict.fromkeys(case for name in options.grid or ["all"] for case in GRIDS[name])

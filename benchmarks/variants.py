@@ -8,7 +8,6 @@ copy for forward, a device add for backward.
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -341,7 +340,7 @@ def main() -> None:
         sys.exit("benchmarks.variants measures on a GPU, and there is none")
     timer = GraphTimer("cuda")
     result: dict[str, Any] = {
-        "environment": environment(timer.device, (), shlex.join(sys.orig_argv)),
+        "environment": environment(timer.device, ()),
         "rows": [],
     }
     limits: dict[tuple[str, int], float] = {}

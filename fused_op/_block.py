@@ -45,20 +45,19 @@ def fuse_blocks(model: nn.Module, residual: bool, modulation: bool) -> tuple[Blo
     """Give each block of a converted model, whose forward allows it, one that asks its norms."""
     blocks = []
     for name, module in model.named_modules():
-        norms = {
-            n
-            for n, child in module.named_children()
+        norms = frozenset(
+            child_name
+            for child_name, child in module.named_children()
             if CONVERTED in child.__dict__ and _is_of_rows(cast(Any, type(child)))
-        }
-        before = type(module)
-        earlier = recipe_of(before) if hasattr(before, HELPER) else None
-        wanted = Wanted(frozenset(norms), residual, modulation)
-        if isinstance(earlier, Wanted):
-            if wanted.additions <= earlier.additions and wanted.modulations <= earlier.modulations:
-                continue  # nothing is left to do
+        )
+        before, wanted = type(module), Wanted(norms, residual, modulation)
+        earlier = recipe_of(before)
+        if isinstance(earlier, Wanted):  # of an earlier call
+            wanted = earlier.and_also(residual, modulation)
+            if wanted == earlier:
+                continue
             before = module.__dict__[CONVERTED]
-            wanted = Wanted(earlier.norms, True, True)
-        if not norms:
+        if not wanted.norms:
             continue
         try:
             if "forward" in module.__dict__:

@@ -37,6 +37,10 @@ class Wanted(NamedTuple):
     additions: bool
     modulations: bool
 
+    def and_also(self, additions: bool, modulations: bool) -> Wanted:
+        """The same norms, and no less."""
+        return Wanted(self.norms, self.additions or additions, self.modulations or modulations)
+
     def missing(self) -> str:
         """The words for a forward with nothing of it."""
         addition = "no addition comes right before a norm"

@@ -21,7 +21,7 @@ from ._probe import Refusal
 from ._recipe import make_subclass, recipe_of
 from ._rewrite import BOTH, HELPER, MODULATE, Found, Wanted, rewritten
 from .functional import fused_add_layer_norm, fused_add_rms_norm
-from .modules import CONVERTED, FusedLayerNorm, FusedRMSNorm
+from .modules import CONVERTED, FusedLayerNorm, FusedRMSNorm, takes_original
 
 # Elements from which one call of two norms pays outside of compiled code: it takes the host some 40
 # us longer than two calls, and a GPU then has work for longer.
@@ -53,11 +53,10 @@ def fuse_blocks(model: nn.Module, residual: bool, modulation: bool) -> tuple[Blo
         before, wanted = type(module), Wanted(norms, residual, modulation)
         earlier = recipe_of(before)
         if isinstance(earlier, Wanted):  # of an earlier call
-            wanted = earlier.and_also(residual, modulation)
-            if wanted == earlier:
-                continue
+            residual_too = residual or earlier.additions
+            wanted = Wanted(norms, residual_too, modulation or earlier.modulations)
             before = module.__dict__[CONVERTED]
-        if not wanted.norms:
+        if not norms or wanted == earlier:
             continue
         try:
             if "forward" in module.__dict__:
@@ -78,9 +77,7 @@ def add_norm(norm: Any, left: Any, right: Any) -> tuple[Any, Any]:
     Otherwise by the norm's own call: where it has hooks, or has another class by now, or the
     operands would be broadcast or converted.
     """
-    parameters = norm.__dict__["_parameters"]  # faster than attributes of a module
-    weight, bias = parameters.get("weight"), parameters.get("bias")
-    if _takes_sum(norm, weight, bias, left, right):
+    if _is_free(norm) and _takes_sum(norm, left, right):
         weight, shape, eps, zero_centered, rounding = _arguments_of(norm)
         options: dict[str, Any] = {
             "normalized_shape": shape,
@@ -88,6 +85,7 @@ def add_norm(norm: Any, left: Any, right: Any) -> tuple[Any, Any]:
             "rounding": rounding,
         }
         if _formula_of(cast(Any, type(norm))).norm == "layer_norm":
+            bias = norm.__dict__["_parameters"].get("bias")
             return fused_add_layer_norm(left, right, weight, bias, eps, **options)
         return fused_add_rms_norm(left, right, weight, eps, **options)
     sum = left + right
@@ -97,7 +95,8 @@ def add_norm(norm: Any, left: Any, right: Any) -> tuple[Any, Any]:
 def norm_add_norm(post: Any, pre: Any, branch: Any, residual: Any) -> tuple[Any, Any]:
     """``pre(residual + post(branch))`` and the sum, likewise, where both norms in one call pay."""
     if (is_dynamo_compiling() or (type(branch) is Tensor and branch.numel() >= MANY)) and all(
-        _takes_sum(norm, norm.__dict__["_parameters"].get("weight"), None, branch, residual)
+        _is_free(norm)
+        and _takes_sum(norm, branch, residual)
         and _formula_of(cast(Any, type(norm))).norm == "rms_norm"
         for norm in (post, pre)
     ):
@@ -115,37 +114,65 @@ def norm_add_norm(post: Any, pre: Any, branch: Any, residual: Any) -> tuple[Any,
     return add_norm(pre, residual, post(branch))
 
 
-def modulated_norm(norm: Any, input: Any, scale: Any, shift: Any) -> Any:
-    """``norm(input) * (1 + scale) + shift``, in one kernel where the norm can be asked for that.
+_ABSENT: Any = object()
 
-    ``shift=None`` adds nothing.
+
+def modulated_norm(norm: Any, input: Any, scale: Any, shift: Any = _ABSENT) -> Any:
+    """``norm(input) * (1 + scale) + shift``, in one kernel where the norm can be asked for that.
 
     Otherwise in these operations: also under autocast, which has dtypes of its own for them, and on
     the CPU if each row has an entry of its own, where they are faster.
     """
-    if _modulates(norm, input, scale, shift):
-        weight, shape, eps, zero_centered, rounding = _arguments_of(norm)
-        rounds = rounding != "once" and weight is not None
-        if not zero_centered and not rounds and shape in (None, input.shape[-1:]):
-            if _formula_of(cast(Any, type(norm))).norm == "layer_norm":
-                bias = norm.__dict__["_parameters"].get("bias")
-                return fused_modulated_layer_norm(input, scale, shift, weight, bias, eps)
-            return fused_modulated_rms_norm(input, scale, shift, weight, eps)
+    if shift is not _ABSENT and not _is_like(shift, scale):
+        return modulated_norm(norm, input, scale) + shift
+    if _is_free(norm) and _modulates(norm, input, scale, shift):
+        weight, _, eps, _, _ = _arguments_of(norm)
+        shift = None if shift is _ABSENT else shift
+        if _formula_of(cast(Any, type(norm))).norm == "layer_norm":
+            bias = norm.__dict__["_parameters"].get("bias")
+            return fused_modulated_layer_norm(input, scale, shift, weight, bias, eps)
+        return fused_modulated_rms_norm(input, scale, shift, weight, eps)
     product = norm(input) * (1 + scale)
-    return product if shift is None else product + shift
+    return product if shift is _ABSENT else product + shift
+
+
+def _is_like(tensor: Any, other: Any) -> bool:
+    return (
+        type(tensor) is type(other) is Tensor
+        and tensor.shape == other.shape
+        and tensor.dtype is other.dtype
+        and tensor.device == other.device
+    )
 
 
 def _modulates(norm: Any, input: Any, scale: Any, shift: Any) -> bool:
-    parameters = norm.__dict__["_parameters"].values()
-    entries = (scale,) if shift is None else (scale, shift)
+    """Whether the kernel computes what the norm and its modulation would."""
+    if not type(input) is type(scale) is Tensor or input.dtype is not scale.dtype:
+        return False
+    parameters = [p for p in norm.__dict__["_parameters"].values() if p is not None]
+    if takes_original(norm, input, *parameters) or not all(
+        p.dtype is input.dtype and p.shape == input.shape[-1:] for p in parameters
+    ):
+        return False
+    weight, shape, _, zero_centered, rounding = _arguments_of(norm)
+    if zero_centered or (rounding != "once" and weight is not None):
+        return False
+    tensors = [t for t in (input, scale, shift, *parameters) if t is not _ABSENT]
     return (
-        all(type(tensor) is Tensor for tensor in (input, *entries))
-        and all(each.dtype is input.dtype and each.shape == scale.shape for each in entries)
+        shape in (None, input.shape[-1:])
+        and all(t.device == input.device for t in tensors)
         and _has_entries_for(input, scale)
-        and all(p is None or (p.dtype is input.dtype and p.dim() == 1) for p in parameters)
+        and not _are_unsaved(tensors)
+        and input.device.type in ("cpu", "cuda")  # autocast has no answer for others
         and not torch.is_autocast_enabled(input.device.type)
-        and _is_free(norm)
     )
+
+
+def _are_unsaved(tensors: list[Tensor]) -> bool:
+    """Whether autograd would refuse to save one of them, as the kernel asks it to."""
+    if is_dynamo_compiling() or not torch.is_grad_enabled():
+        return False
+    return any(tensor.is_inference() for tensor in tensors)
 
 
 def _has_entries_for(input: Tensor, scale: Tensor) -> bool:
@@ -160,22 +187,35 @@ def _has_entries_for(input: Tensor, scale: Tensor) -> bool:
     return shared or scale.dim() == 1 or input.device.type != "cpu"
 
 
-def _takes_sum(norm: Any, weight: Any, bias: Any, left: Any, right: Any) -> bool:
+def _takes_sum(norm: Any, left: Any, right: Any) -> bool:
     return (
         type(left) is Tensor
         and type(right) is Tensor
         and left.dtype is right.dtype
-        and (weight is None or weight.dtype is left.dtype)
-        and (bias is None or bias.dtype is left.dtype)
         and left.shape == right.shape
-        and _is_free(norm)
+        and all(
+            parameter is None or parameter.dtype is left.dtype
+            for parameter in norm.__dict__["_parameters"].values()
+        )
     )
 
 
 def _is_free(norm: Any) -> bool:
-    """Whether its fused op may be called in its place."""
-    of_rows = is_fused(type(norm)) and _is_of_rows(cast(Any, type(norm)))
-    return of_rows and not _is_hooked(norm.__dict__)
+    """Whether its fused op may be called in its place: it is as ``convert`` left it."""
+    if not isinstance(norm, nn.Module) or not is_fused(type(norm)):
+        return False
+    state = norm.__dict__
+    return (
+        _is_of_rows(cast(Any, type(norm)))
+        and not _is_hooked(state)
+        and not any(state.get(option) for option in _OPTIONS)
+        # Wrappers hold a parameter elsewhere, such as FSDP with flat parameters.
+        and all(p in state["_parameters"] or not hasattr(norm, p) for p in ("weight", "bias"))
+    )
+
+
+# Of FusedLayerNorm and FusedRMSNorm: what convert does not set.
+_OPTIONS = ("dropout_p", "zero_centered", "out_dtype", "memory_efficient")
 
 
 @functools.cache

@@ -7,28 +7,30 @@ from typing import Any, NamedTuple
 
 
 class Modulation(NamedTuple):
-    """The parts of ``normalized * (1 + scale) + shift``; without a shift, it is ``None``."""
+    """The parts of ``normalized * (1 + scale) + shift``."""
 
     normalized: ast.expr
     scale: ast.expr
-    shift: ast.expr
+    shift: ast.expr | None
+    """``None``: nothing is added."""
 
     def names(self) -> set[str]:
         """The variables that scale and shift read."""
-        nodes = (*ast.walk(self.scale), *ast.walk(self.shift))
+        parts = (self.scale,) if self.shift is None else (self.scale, self.shift)
+        nodes = (node for part in parts for node in ast.walk(part))
         return {node.id for node in nodes if isinstance(node, ast.Name)}
 
 
 def modulation_of(expression: ast.expr | None) -> Modulation | None:
     """The parts of an expression that modulates, in any order of its operands.
 
-    Scale and shift only read: they may then be evaluated before the norm.
+    Scale and shift only read variables: they may then be evaluated before the norm.
     """
-    nothing: tuple[Any, ast.expr] = expression, ast.Constant(None)
-    for product, shift in (*_operands(expression, ast.Add), nothing):
+    alone: tuple[Any, None] = expression, None
+    for product, shift in (*_operands(expression, ast.Add), alone):
         for normalized, factor in _operands(product, ast.Mult):
             scale = _less_one(factor)
-            if scale is not None and _only_reads(scale) and _only_reads(shift):
+            if scale is not None and _only_reads(scale) and (shift is None or _only_reads(shift)):
                 return Modulation(normalized, scale, shift)
     return None
 
@@ -44,30 +46,37 @@ def _operands(expression: ast.expr | None, op: type) -> list[tuple[ast.expr, ast
 def _less_one(factor: ast.expr) -> ast.expr | None:
     """``s`` of ``1 + s``, ``s[…]`` of ``(1 + s)[…]``, and likewise with ``unsqueeze``."""
     for one, rest in _operands(factor, ast.Add):
-        if isinstance(one, ast.Constant) and type(one.value) in (int, float) and one.value == 1:
+        # Not 1.0, which makes a float of an integer.
+        if isinstance(one, ast.Constant) and type(one.value) is int and one.value == 1:
             return rest
     match factor:
         case ast.Subscript(value=inner, slice=index, ctx=ctx):
             scale = _less_one(inner)
-            return None if scale is None else ast.Subscript(scale, index, ctx)
+            made: ast.expr | None = scale and ast.Subscript(scale, index, ctx)
         case ast.Call(func=ast.Attribute(value=inner, attr="unsqueeze", ctx=ctx), args=args):
             scale = _less_one(inner)
-            if scale is not None:
-                return ast.Call(ast.Attribute(scale, "unsqueeze", ctx), args, factor.keywords)
-    return None
+            method = scale and ast.copy_location(ast.Attribute(scale, "unsqueeze", ctx), factor)
+            made = method and ast.Call(method, args, factor.keywords)
+        case _:
+            return None
+    return made and ast.copy_location(made, factor)
 
 
 _READING = (
-    *(ast.Name, ast.Constant, ast.Attribute, ast.Subscript, ast.Slice, ast.Tuple),
-    *(ast.UnaryOp, ast.USub, ast.Load, ast.keyword),
+    *(ast.Name, ast.Constant, ast.Subscript, ast.Slice, ast.Tuple, ast.UnaryOp, ast.USub),
+    *(ast.Load, ast.keyword),
 )
 
 
 def _only_reads(expression: ast.expr) -> bool:
-    """Whether it is made of variables, attributes, indices and ``unsqueeze`` alone."""
+    """Whether it is made of variables, indices and ``unsqueeze`` alone: attributes may do more."""
+    if isinstance(expression, ast.Call):
+        match expression.func:
+            case ast.Attribute(value=inner, attr="unsqueeze"):
+                given = (*expression.args, *(k.value for k in expression.keywords))
+                return _only_reads(inner) and all(map(_only_reads, given))
+        return False
     nodes = list(ast.walk(expression))
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
-    allowed = all(isinstance(node, (*_READING, ast.Call)) for node in nodes)
-    return allowed and all(
-        isinstance(call.func, ast.Attribute) and call.func.attr == "unsqueeze" for call in calls
-    )
+    if isinstance(expression, ast.Subscript) and isinstance(expression.value, ast.Call):
+        return _only_reads(expression.value) and _only_reads(expression.slice)
+    return all(isinstance(node, _READING) for node in nodes)

@@ -7,9 +7,9 @@ replaced by a call that means the same. That the source is what runs is proved b
 ``h = r + f(…)``; ``r = h``; ``h = self.n(h)``  ``h, r = add_norm(self.n, r, f(…))``
 the same with ``h = self.p(f(…))`` before it    ``h, r = norm_add_norm(self.p, self.n, f(…), r)``
 ``h = self.n(r + f(…))``                        ``h, _ = add_norm(self.n, r, f(…))``
-``self.n(x) * (1 + s) + t``                     ``modulated_norm(self.n, x, s, t)``
-``h = self.n(x)``; ``h = h * (1 + s) + t``      ``h = modulated_norm(self.n, x, s, t)``
-the same two without ``+ t``                   ``modulated_norm(self.n, x, s, None)``
+``self.n(x) * (1 + s) + t``                    ``modulated_norm(self.n, x, s, t)``
+``h = self.n(x)``; ``h = h * (1 + s) + t``     ``h = modulated_norm(self.n, x, s, t)``
+the same two without ``+ t``                   ``modulated_norm(self.n, x, s)``
 =============================================  ====================================================
 """
 
@@ -36,10 +36,6 @@ class Wanted(NamedTuple):
     norms: frozenset[str]  # their names
     additions: bool
     modulations: bool
-
-    def and_also(self, additions: bool, modulations: bool) -> Wanted:
-        """The same norms, and no less."""
-        return Wanted(self.norms, self.additions or additions, self.modulations or modulations)
 
     def missing(self) -> str:
         """The words for a forward with nothing of it."""
@@ -83,8 +79,10 @@ def rewritten(forward: Any, wanted: Wanted) -> tuple[types.FunctionType, Found]:
         node = next(n for n in ast.walk(tree) if _is_definition(n, forward))
     except (SyntaxError, ValueError, StopIteration):
         raise Refusal("its forward is not what its source says, or that is not there") from None
+    if not _keeps_self(node):
+        raise Refusal("its forward has another self")
     rewriter = _Rewriter(wanted)
-    rewriter.visit(node)
+    rewriter.generic_visit(node)
     found = Found(rewriter.additions, rewriter.modulations)
     if not any(found):
         raise Refusal(wanted.missing())
@@ -125,6 +123,19 @@ def _is_definition(node: ast.AST, function: types.FunctionType) -> bool:
     return bool(first == function.__code__.co_firstlineno)
 
 
+def _keeps_self(node: ast.AST) -> bool:
+    """Whether ``self`` is the first argument of a function, and stays it."""
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    arguments = [*node.args.posonlyargs, *node.args.args]
+    names = (n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == "self")
+    return (
+        bool(arguments)
+        and arguments[0].arg == "self"
+        and all(isinstance(name.ctx, ast.Load) for name in names)
+    )
+
+
 def _compiled(tree: ast.Module, forward: types.FunctionType) -> types.CodeType:
     """The code of a function, of a file that is compiled anew."""
     code = forward.__code__
@@ -135,6 +146,13 @@ def _compiled(tree: ast.Module, forward: types.FunctionType) -> types.CodeType:
             return cast(types.CodeType, each)
         found += [c for c in each.co_consts if isinstance(c, types.CodeType)]
     raise ValueError("no such function")
+
+
+_SCOPES = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
+_TRIES = tuple(getattr(ast, name) for name in ("Try", "TryStar") if hasattr(ast, name))
 
 
 def _future_flags() -> int:
@@ -162,12 +180,22 @@ def _is_same(a: types.CodeType, b: types.CodeType) -> bool:
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Replaces the forms in the table above."""
+    """Replaces the forms in the table above, but not in functions and classes inside a forward."""
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
+        self._tries = 0  # that a statement is inside of
         self.additions = 0
         self.modulations = 0
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if isinstance(node, _SCOPES):
+            return node
+        tries = isinstance(node, _TRIES)
+        self._tries += tries
+        result: ast.AST = super().visit(node)
+        self._tries -= tries
+        return result
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -190,12 +218,16 @@ class _Rewriter(ast.NodeTransformer):
         return result
 
     def _forms(self) -> list[tuple[Callable[[list[ast.stmt]], ast.stmt | None], int]]:
-        """Those that are statements, each with how many it takes."""
+        """Those that are statements, each with how many it takes.
+
+        After an error in one of several, a ``try`` would find another variable assigned.
+        """
         forms: list[tuple[Callable[[list[ast.stmt]], ast.stmt | None], int]] = []
-        if self._wanted.modulations:
+        if self._wanted.modulations and not self._tries:
             forms += [(self._norm_then_modulation, 2)]
-        if self._wanted.additions:
+        if self._wanted.additions and not self._tries:
             forms += [(self._norm_add_keep_norm, 4), (self._add_keep_norm, 3)]
+        if self._wanted.additions:
             forms += [(self._norm_of_sum, 1)]
         return forms
 
@@ -203,9 +235,9 @@ class _Rewriter(ast.NodeTransformer):
         """``self.n(x) * (1 + s) + t``; the whole of it before its product."""
         parts = modulation_of(node) if self._wanted.modulations else None
         norm, argument = self._norm_call(None if parts is None else parts.normalized)
-        if parts is None or norm is None or argument is None or _assigns(argument):
+        if parts is None or norm is None or argument is None:
             return self.generic_visit(node)
-        return self._modulated(node, norm, self.visit(argument), parts)
+        return self._modulated(node, norm, argument, parts)
 
     def _norm_then_modulation(self, two: list[ast.stmt]) -> ast.stmt | None:
         """``h = self.n(x)``, ``h = h * (1 + s) + t``."""
@@ -214,7 +246,7 @@ class _Rewriter(ast.NodeTransformer):
         (h, call), (output, sum) = map(_assignment, two)
         norm, argument = self._norm_call(call)
         parts = modulation_of(sum)
-        if norm is None or argument is None or _assigns(argument) or parts is None:
+        if norm is None or argument is None or parts is None:
             return None
         if h is None or not h == output == _name(parts.normalized) or h in parts.names():
             return None
@@ -224,10 +256,17 @@ class _Rewriter(ast.NodeTransformer):
     def _modulated(
         self, place: ast.AST, norm: str, argument: ast.expr, parts: Modulation
     ) -> ast.expr:
+        """The call, with its arguments in the order in which they were evaluated before."""
         self.modulations += 1
-        call: Any = ast.parse(f"self.{MODULATE}(self.{norm})", mode="eval").body
-        call.args += [argument, parts.scale, parts.shift]
-        return cast(ast.expr, ast.copy_location(call, place))
+        call: Any = _expression(f"self.{MODULATE}(self.{norm})", place)
+        input = cast(ast.expr, self.visit(argument))
+        operands = [(_place_of(parts.normalized), "input", input)]
+        operands += [(_place_of(parts.scale), "scale", parts.scale)]
+        if parts.shift is not None:
+            operands += [(_place_of(parts.shift), "shift", parts.shift)]
+        operands.sort(key=lambda operand: operand[0])
+        call.keywords = [ast.keyword(name, value) for _, name, value in operands]
+        return cast(ast.expr, call)
 
     def _norm_add_keep_norm(self, four: list[ast.stmt]) -> ast.stmt | None:
         """``h = self.p(f)``, ``h = r + h``, ``r = h``, ``h = self.n(h)``."""
@@ -236,7 +275,7 @@ class _Rewriter(ast.NodeTransformer):
         (h, call), (output, sum), (r, _), (_, last) = map(_assignment, four)
         post, argument = self._norm_call(call)
         pre, _ = self._norm_call(last)
-        if post is None or argument is None or h != output or _assigns(argument):
+        if post is None or argument is None or h != output:
             return None
         if not isinstance(sum, ast.BinOp) or {_name(sum.left), _name(sum.right)} != {h, r}:
             return None
@@ -287,7 +326,7 @@ class _Rewriter(ast.NodeTransformer):
             case ast.Call(
                 func=ast.Attribute(value=ast.Name(id="self"), attr=norm), args=[x], keywords=[]
             ) if norm in self._wanted.norms and not isinstance(x, ast.Starred):
-                return norm, x
+                return (None, None) if _assigns(x) else (norm, x)
         return None, None
 
 
@@ -314,9 +353,22 @@ def _assigns(expression: ast.expr) -> bool:
 def _statement(place: ast.stmt, code: str, *operands: ast.expr) -> ast.stmt:
     """The statement, with its arguments ``None`` replaced by the operands in turn."""
     statement = ast.parse(code).body[0]
+    for node in ast.walk(statement):
+        ast.copy_location(node, place)
     for call in ast.walk(statement):
         if isinstance(call, ast.Call):
             rest = iter(operands)
             call.args = [next(rest) if isinstance(a, ast.Constant) else a for a in call.args]
             break  # the operands may be calls, too
-    return ast.copy_location(statement, place)
+    return statement
+
+
+def _expression(code: str, place: ast.AST) -> ast.expr:
+    expression = ast.parse(code, mode="eval").body
+    for node in ast.walk(expression):
+        ast.copy_location(node, place)
+    return expression
+
+
+def _place_of(expression: ast.expr) -> tuple[int, int]:
+    return expression.lineno, expression.col_offset

@@ -94,6 +94,7 @@ class Variant:
         views: Callable[[Tensors, Options], tuple[Tensor, ...]] = _no_views,
     ) -> None:
         """See the class."""
+        self.name = name
         self.formula, self.check, self.gradients = formula, check, gradients
         self.passed, self.views = passed, views
         self.forward_op: Any = getattr(torch.ops.fused_op, f"{name}_forward").default
@@ -127,6 +128,7 @@ class Variant:
             outputs = self._call_in_cpp(tensors, options)
             if outputs is not None:
                 return outputs
+            self._check_devices(tensors)
         if open_blocks or is_transformed() or _is_recorded():
             self.check(*tensors, *options)
             return self.formula(*tensors, *options)
@@ -137,6 +139,15 @@ class Variant:
             tensors = _distinct(tensors) if is_dynamo_compiling() else tensors
             return self.function.apply(options, *tensors)
         return _one_or_all(self.forward(tensors, options, False)[0])
+
+    def _check_devices(self, tensors: Tensors) -> None:
+        """Before the dispatcher takes a tensor of memory for one of the meta device beside it."""
+        devices = {t.device for t in tensors if isinstance(t, Tensor)}
+        if len(devices) > 1:
+            raise RuntimeError(
+                f"fused_{self.name}: all tensors must be on one device, got "
+                f"{' and '.join(sorted(map(str, devices)))}"
+            )
 
     def _call_in_cpp(self, tensors: Tensors, options: Options) -> Any:
         """The outputs of a call of plain tensors; None for any other."""

@@ -131,10 +131,10 @@ def convert(
             one of them: ``h = r + f(x); r = h; h = self.norm(h)``, or ``h = self.norm(r + f(x))``.
             Such a block gets a subclass of its class, under the same name, with that forward. A
             sum that only the next block normalises stays an addition.
-        modulation: also let the norms of diffusion transformers modulate (AdaLN), in modules whose
-            forward has ``self.norm(x) * (1 + scale) + shift``, in one statement or in two. They get
-            such a subclass, too. In 16 bits the result is rounded once, where the original rounds
-            after each operation.
+        modulation: let the norms also apply the scale and shift of diffusion transformers (AdaLN),
+            in modules whose forward has ``self.norm(x) * (1 + scale) + shift``, in one statement or
+            in two. Such a module gets a subclass, too. In 16 bits the result is rounded once, where
+            the original rounds after each operation.
 
     Returns:
         The norms that changed, and those that did not, each with its reason. A norm with several
@@ -175,13 +175,13 @@ def convert(
 
 
 def revert(model: nn.Module) -> Report:
-    """Undo :func:`convert`: give each norm that it changed its class back, in place.
+    """Undo :func:`convert`: give each norm and block that it changed its class back, in place.
 
     Args:
         model: a converted model, a copy of one, or an unpickled one.
 
     Returns:
-        The norms that changed back. Those whose class or forward has been changed by something
+        The modules that changed back. Those whose class or forward has been changed by something
         else since are skipped.
 
     Raises:

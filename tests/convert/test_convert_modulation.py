@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from fused_op import convert, revert
+from fused_op import convert, fused_modulated_layer_norm, revert
 from fused_op.convert import Report
 
 COLS = 16
@@ -42,7 +42,7 @@ class InTwoStatements(Condition):
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         shift, scale = self.entries(embedding)
         hidden = self.norm(x)
-        hidden = hidden * (scale.unsqueeze(1) + 1.0) + shift.unsqueeze(dim=1)
+        hidden = hidden * (scale.unsqueeze(1) + 1) + shift.unsqueeze(dim=1)
         return hidden
 
 
@@ -78,6 +78,14 @@ class ForEachToken(Condition):
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         shift, scale = self.entries(embedding[:, None].expand_as(x))
         return self.norm(x) * (1 + scale) + shift
+
+
+class Both(Condition):
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        shift, scale = self.entries(embedding)
+        y = self.norm(x) * (1 + scale[:, None]) + shift[:, None]
+        y = self.norm(x + y)
+        return y
 
 
 MODULES = [Indexed, IndexedSum, InTwoStatements, InAnotherOrder]
@@ -181,8 +189,9 @@ OPERANDS = {  # of a broadcast that the op does not do, or means otherwise; and 
     "two dimensions": (torch.randn(3, COLS), torch.randn(3, COLS), 0),
     "no columns": (torch.randn(2, 1, 1), torch.randn(2, 1, 1), 0),
     "more dimensions": (torch.randn(2, 1, 1, COLS), torch.randn(2, 1, 1, COLS), 0),
-    "other entries": (torch.randn(2, 1, COLS), torch.randn(COLS), 0),
-    "other dtypes": (torch.randn(2, 1, COLS).double(), torch.randn(2, 1, COLS), 0),
+    "other entries": (torch.randn(2, 1, COLS), torch.randn(COLS), 1),  # the product alone
+    "a shift of another dtype": (torch.randn(2, 1, COLS), torch.randn(2, 1, COLS).double(), 1),
+    "a scale of another dtype": (torch.randn(2, 1, COLS).double(), torch.randn(2, 1, COLS), 0),
     "numbers": (0.5, 0.25, 0),
     "all rows": (torch.randn(COLS), torch.randn(COLS), 1),
     "all rows, with ones": (torch.randn(1, 1, COLS), torch.randn(1, 1, COLS), 1),
@@ -227,14 +236,6 @@ def test_revert_copy_and_pickle() -> None:
     assert convert(model, modulation=True).blocks == ()  # nothing is left to do
 
 
-class Both(Condition):
-    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        shift, scale = self.entries(embedding)
-        y = self.norm(x) * (1 + scale[:, None]) + shift[:, None]
-        y = self.norm(x + y)
-        return y
-
-
 @pytest.mark.parametrize("options", [{"residual": True}, {"modulation": True}, {}])
 def test_one_after_the_other(options: dict[str, bool]) -> None:
     """Catches a second call of convert that is not heard, or that undoes the first."""
@@ -247,6 +248,168 @@ def test_one_after_the_other(options: dict[str, bool]) -> None:
     torch.testing.assert_close(model(*inputs), reference(*inputs), rtol=1e-4, atol=1e-5)
     revert(model)
     assert type(model) is Both and type(model.norm) is nn.LayerNorm
+
+
+def with_buffer(model: nn.Module) -> None:
+    weight = model.norm.weight.detach()
+    del model.norm.weight
+    model.norm.register_buffer("weight", weight)
+
+
+def with_a_call(model: nn.Module) -> None:
+    model.norm = torch.nn.Identity()
+    model._modules["norm"] = torch.tanh  # as a user may replace it
+
+
+CHANGES = {
+    "buffer": with_buffer,
+    "call": with_a_call,
+    "dtype": lambda model: model.norm.double(),
+    "dropout": lambda model: setattr(model.norm, "dropout_p", 0.5),
+    "norm": lambda model: setattr(model, "norm", nn.Identity()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("cls", [Indexed, Both])
+def test_a_norm_that_changed(cls, change) -> None:
+    """Catches parameters, options or a norm that the op does not ask for."""
+    reference = cls()
+    nn.init.normal_(reference.norm.weight)
+    model = copy.deepcopy(reference)
+    convert(reference)
+    convert(model, residual=True, modulation=True)
+    for each in (reference, model):
+        change(each)
+
+    def run(each: nn.Module) -> object:
+        torch.manual_seed(1)
+        try:
+            return each(*inputs)
+        except (RuntimeError, TypeError) as error:
+            return type(error)
+
+    inputs = drawn()
+    found, expected = run(model), run(reference)
+    if isinstance(expected, Tensor):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    else:
+        assert found is expected
+
+
+def test_tensors_that_autograd_does_not_save() -> None:
+    """Catches an error for a condition from inference mode, which the product does not save."""
+    model = Broadcast()
+    reference = copy.deepcopy(model)
+    convert(model, modulation=True)
+    with torch.inference_mode():
+        entries = torch.randn(2, 1, COLS), torch.randn(2, 1, COLS)
+    x = torch.randn(2, 3, COLS, requires_grad=True)
+    found, expected = (torch.autograd.grad(m(x, *entries).sum(), x)[0] for m in (model, reference))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_other_devices_and_missing_shifts() -> None:
+    """Catches memory that nothing wrote, and an error that nobody sees any more."""
+    model = Broadcast()
+    convert(model, modulation=True)
+    scale = torch.randn(2, 1, COLS)
+    with pytest.raises(TypeError, match="NoneType"):
+        model(ROWS, scale, None)
+    with pytest.raises(RuntimeError):
+        model(ROWS, scale.to("meta"), scale)
+    with pytest.raises(RuntimeError, match="all tensors must be on one device, got cpu and meta"):
+        fused_modulated_layer_norm(ROWS, scale.to("meta"), scale)
+    assert model.to("meta")(*(t.to("meta") for t in (ROWS, scale, scale))).is_meta
+
+
+def test_a_second_call_sees_other_norms() -> None:
+    """Catches a norm whose modulation stays because the first call left it out."""
+    model = nn.ModuleDict({"a": Indexed()})
+    assert convert(model, exclude="a.norm", modulation=True).blocks == ()
+    assert modulations(convert(model, modulation=True)) == {"Indexed": 1}
+
+
+class OnTheWay(nn.Module):
+    """Its input sets the shift, which is read after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(COLS)
+
+    def doubled(self, x: Tensor) -> Tensor:
+        self.shift = x[:, :1] * 2
+        return x * 2
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.norm(self.doubled(x)) * (1 + scale) + self.shift
+
+
+class Trying(nn.Module):
+    """An error in the second statement leaves what the first one assigned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(COLS)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        h = x
+        try:
+            h = self.norm(x)
+            h = h * (1 + scale) + scale[..., :3]
+        except RuntimeError:
+            pass
+        return h
+
+
+@pytest.mark.parametrize("cls", [OnTheWay, Trying])
+def test_the_order_of_evaluation_stays(cls) -> None:
+    """Catches an operand that is evaluated before what it depends on."""
+    model = cls()
+    reference = copy.deepcopy(model)
+    convert(model, modulation=True)
+    scale = torch.randn(2, 1, COLS)
+    torch.testing.assert_close(model(ROWS, scale), reference(ROWS, scale), rtol=1e-4, atol=1e-5)
+
+
+def test_an_error_shows_the_line() -> None:
+    """Catches a traceback that points to the first line of the file."""
+    model = Broadcast()
+    convert(model, modulation=True)
+    with pytest.raises(RuntimeError) as caught:
+        model(ROWS, ROWS[:, :2], ROWS)
+    lines = [entry.lineno + 1 for entry in caught.traceback if entry.name == "forward"]
+    assert Broadcast.forward.__code__.co_firstlineno + 1 in lines
+
+
+class OtherSelf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(COLS)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        self = self.to(x.device)
+        return self.norm(x) * (1 + scale)
+
+
+class InsideFunction(OtherSelf):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        modulate = lambda self: self.norm(x) * (1 + scale)  # noqa: E731
+        return modulate(self)
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (OtherSelf, "its forward has another self"),
+        (InsideFunction, "no modulation comes right after a norm in its forward"),
+    ],
+)
+def test_self_is_the_module(cls, reason: str) -> None:
+    """Catches a call of something else than the module."""
+    model = cls()
+    assert [block.reason for block in convert(model, modulation=True).blocks] == [reason]
+    model(ROWS, ROWS)
 
 
 class OtherFactor(Condition):

@@ -24,8 +24,7 @@ int memory_gb_per_s(int device) {
 // FUSED_OP_FAST_MEMORY=0 or 1 has tests take the kernels of either memory on one GPU.
 bool has_fast_memory(int device, int multiprocessors) {
   const char* const told = std::getenv("FUSED_OP_FAST_MEMORY");
-  return told != nullptr ? *told == '1'
-                         : memory_gb_per_s(device) >= kFastMemory * multiprocessors;
+  return told != nullptr ? *told == '1' : memory_gb_per_s(device) >= kFastMemory * multiprocessors;
 }
 
 }  // namespace

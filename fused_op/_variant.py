@@ -128,7 +128,7 @@ class Variant:
             outputs = self._call_in_cpp(tensors, options)
             if outputs is not None:
                 return outputs
-            self._check_devices(tensors)
+            self._check_devices(tensors, options)
         if open_blocks or is_transformed() or _is_recorded():
             self.check(*tensors, *options)
             return self.formula(*tensors, *options)
@@ -140,10 +140,11 @@ class Variant:
             return self.function.apply(options, *tensors)
         return _one_or_all(self.forward(tensors, options, False)[0])
 
-    def _check_devices(self, tensors: Tensors) -> None:
+    def _check_devices(self, tensors: Tensors, options: Options) -> None:
         """Before the dispatcher takes a tensor of memory for one of the meta device beside it."""
         devices = {t.device for t in tensors if isinstance(t, Tensor)}
         if len(devices) > 1:
+            self.check(*tensors, *options)  # it may name the tensor
             raise RuntimeError(
                 f"fused_{self.name}: all tensors must be on one device, got "
                 f"{' and '.join(sorted(map(str, devices)))}"

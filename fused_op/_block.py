@@ -74,8 +74,8 @@ def fuse_blocks(model: nn.Module, residual: bool, modulation: bool) -> tuple[Blo
 def add_norm(norm: Any, left: Any, right: Any) -> tuple[Any, Any]:
     """``norm(left + right)`` and the sum, in one kernel where the norm can be asked for that.
 
-    Otherwise by the norm's own call: where it has hooks, or has another class by now, or the
-    operands would be broadcast or converted.
+    Otherwise by the norm's own call: where it is no longer as ``convert`` left it, or the operands
+    would be broadcast or converted.
     """
     if _is_free(norm) and _takes_sum(norm, left, right):
         weight, shape, eps, zero_centered, rounding = _arguments_of(norm)

@@ -68,15 +68,11 @@ _READING = (
 )
 
 
-def _only_reads(expression: ast.expr) -> bool:
+def _only_reads(node: ast.AST) -> bool:
     """Whether it is made of variables, indices and ``unsqueeze`` alone: attributes may do more."""
-    if isinstance(expression, ast.Call):
-        match expression.func:
-            case ast.Attribute(value=inner, attr="unsqueeze"):
-                given = (*expression.args, *(k.value for k in expression.keywords))
-                return _only_reads(inner) and all(map(_only_reads, given))
-        return False
-    nodes = list(ast.walk(expression))
-    if isinstance(expression, ast.Subscript) and isinstance(expression.value, ast.Call):
-        return _only_reads(expression.value) and _only_reads(expression.slice)
-    return all(isinstance(node, _READING) for node in nodes)
+    if isinstance(node, ast.Call):
+        method = node.func
+        if not isinstance(method, ast.Attribute) or method.attr != "unsqueeze":
+            return False
+        return all(map(_only_reads, (method.value, *node.args, *node.keywords)))
+    return isinstance(node, _READING) and all(map(_only_reads, ast.iter_child_nodes(node)))

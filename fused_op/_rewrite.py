@@ -20,10 +20,12 @@ import functools
 import linecache
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from ._modulation import Modulation, modulation_of
 from ._probe import Refusal
+
+Node = TypeVar("Node", bound=ast.AST)
 
 HELPER = "_fused_op_add_norm"  # the name of add_norm in a block
 BOTH = "_fused_op_norm_add_norm"  # of norm_add_norm
@@ -184,7 +186,16 @@ class _Rewriter(ast.NodeTransformer):
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
-        self._tries = 0  # that a statement is inside of
+        # The forms that are statements, each with how many it takes.
+        self._forms: list[tuple[Callable[[list[ast.stmt]], ast.stmt | None], int]] = []
+        if wanted.modulations:
+            self._forms += [(self._norm_then_modulation, 2)]
+        if wanted.additions:
+            self._forms += [(self._norm_add_keep_norm, 4), (self._add_keep_norm, 3)]
+            self._forms += [(self._norm_of_sum, 1)]
+        # That a statement is inside of. After an error in one of several statements, a `try` finds
+        # what those before it have assigned.
+        self._tries = 0
         self.additions = 0
         self.modulations = 0
 
@@ -208,8 +219,8 @@ class _Rewriter(ast.NodeTransformer):
         result, i = [], 0
         while i < len(body):
             count, fused = 1, None
-            for form, length in self._forms():
-                fused = form(body[i : i + length])
+            for form, length in self._forms:
+                fused = form(body[i : i + length]) if length == 1 or not self._tries else None
                 if fused is not None:
                     count = length
                     break
@@ -217,27 +228,13 @@ class _Rewriter(ast.NodeTransformer):
             i += count
         return result
 
-    def _forms(self) -> list[tuple[Callable[[list[ast.stmt]], ast.stmt | None], int]]:
-        """Those that are statements, each with how many it takes.
-
-        After an error in one of several, a ``try`` would find another variable assigned.
-        """
-        forms: list[tuple[Callable[[list[ast.stmt]], ast.stmt | None], int]] = []
-        if self._wanted.modulations and not self._tries:
-            forms += [(self._norm_then_modulation, 2)]
-        if self._wanted.additions and not self._tries:
-            forms += [(self._norm_add_keep_norm, 4), (self._add_keep_norm, 3)]
-        if self._wanted.additions:
-            forms += [(self._norm_of_sum, 1)]
-        return forms
-
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         """``self.n(x) * (1 + s) + t``; the whole of it before its product."""
         parts = modulation_of(node) if self._wanted.modulations else None
         norm, argument = self._norm_call(None if parts is None else parts.normalized)
         if parts is None or norm is None or argument is None:
             return self.generic_visit(node)
-        return self._modulated(node, norm, argument, parts)
+        return self._modulated(node, norm, cast(ast.expr, self.visit(argument)), parts)
 
     def _norm_then_modulation(self, two: list[ast.stmt]) -> ast.stmt | None:
         """``h = self.n(x)``, ``h = h * (1 + s) + t``."""
@@ -258,14 +255,12 @@ class _Rewriter(ast.NodeTransformer):
     ) -> ast.expr:
         """The call, with its arguments in the order in which they were evaluated before."""
         self.modulations += 1
-        call: Any = _expression(f"self.{MODULATE}(self.{norm})", place)
-        input = cast(ast.expr, self.visit(argument))
-        operands = [(_place_of(parts.normalized), "input", input)]
-        operands += [(_place_of(parts.scale), "scale", parts.scale)]
+        call: Any = _placed(ast.parse(f"self.{MODULATE}(self.{norm})", mode="eval").body, place)
+        operands = [("input", parts.normalized, argument), ("scale", parts.scale, parts.scale)]
         if parts.shift is not None:
-            operands += [(_place_of(parts.shift), "shift", parts.shift)]
-        operands.sort(key=lambda operand: operand[0])
-        call.keywords = [ast.keyword(name, value) for _, name, value in operands]
+            operands += [("shift", parts.shift, parts.shift)]
+        operands.sort(key=lambda operand: (operand[1].lineno, operand[1].col_offset))
+        call.keywords = [ast.keyword(name, value) for name, _, value in operands]
         return cast(ast.expr, call)
 
     def _norm_add_keep_norm(self, four: list[ast.stmt]) -> ast.stmt | None:
@@ -352,9 +347,7 @@ def _assigns(expression: ast.expr) -> bool:
 
 def _statement(place: ast.stmt, code: str, *operands: ast.expr) -> ast.stmt:
     """The statement, with its arguments ``None`` replaced by the operands in turn."""
-    statement = ast.parse(code).body[0]
-    for node in ast.walk(statement):
-        ast.copy_location(node, place)
+    statement = _placed(ast.parse(code).body[0], place)
     for call in ast.walk(statement):
         if isinstance(call, ast.Call):
             rest = iter(operands)
@@ -363,12 +356,8 @@ def _statement(place: ast.stmt, code: str, *operands: ast.expr) -> ast.stmt:
     return statement
 
 
-def _expression(code: str, place: ast.AST) -> ast.expr:
-    expression = ast.parse(code, mode="eval").body
-    for node in ast.walk(expression):
+def _placed(made: Node, place: ast.AST) -> Node:
+    """The nodes at the lines of another, which tracebacks then show."""
+    for node in ast.walk(made):
         ast.copy_location(node, place)
-    return expression
-
-
-def _place_of(expression: ast.expr) -> tuple[int, int]:
-    return expression.lineno, expression.col_offset
+    return made

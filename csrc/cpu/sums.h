@@ -104,7 +104,7 @@ void with_lanes(std::int64_t cols, Function& function) {
     function.template operator()<kMost, Norm, A>();
   } else if (cols >= 16) {
     function.template operator()<8, Norm, A>();
-  } else if (cols >= 4) {
+  } else if (cols > kNarrowCols) {
     function.template operator()<4, Norm, A>();
   } else {
     function.template operator()<1, Norm, A>();

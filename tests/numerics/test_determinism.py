@@ -73,6 +73,19 @@ def test_a_row_does_not_depend_on_its_batch(op, device, cols) -> None:
         assert_same(case, rowwise(take(case, order).run()), whole, "rows reversed", order)
 
 
+@pytest.mark.parametrize("cols", [4, 7, 100, 257, 1023, 1024, 2048])
+def test_a_row_of_a_large_tensor_does_not_depend_on_its_batch(op, cols) -> None:
+    """Catches smaller tiles of a large fp64 tensor on the CPU that add in another order."""
+    pair = next(pair for pair in PAIRS if pair.rows == torch.float64)
+    rows = (1 << 18) // cols + 33
+    case = make_case(op, (rows, cols), pair, "cpu")
+    results = case.run()
+    case.check(results)
+    for part in (slice(5, 6), slice(4, 41), slice(rows - 2, rows)):
+        ours = rowwise(take(case, part).run())
+        assert_same(case, ours, rowwise(results), f"rows {part.start} to {part.stop} alone", part)
+
+
 @pytest.mark.parametrize("rows, cols", [(600, 24600), (2200, 32768), (300, 65600), (80, 147464)])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 @pytest.mark.skipif("cuda" not in DEVICES, reason="needs a GPU")

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ._contexts import unrecorded
+from ._contexts import is_recording, unrecorded
 from ._options import (
     BackwardOptions,
     BackwardTensors,
@@ -155,6 +155,8 @@ def normalize_backward(
 
 def _drop(x: Tensor, rng_state: Tensor | None, p: float, normalized_ndim: int) -> Tensor:
     """X with dropped elements set to zero and the others scaled, which preserves the mean."""
+    if is_recording():  # its compiler for GPUs does not come to an end over the rounds of Philox
+        return torch.dropout(x, p, train=True)
     assert rng_state is not None
     cols = math.prod(x.shape[x.dim() - normalized_ndim :])
     rows = math.prod(x.shape[: x.dim() - normalized_ndim])

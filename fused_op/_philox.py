@@ -12,6 +12,8 @@ from torch.compiler import is_dynamo_compiling
 
 import fused_op_cuda
 
+from ._contexts import is_recording
+
 _WORD = 0xFFFFFFFF
 _ALL = 1 << 16
 
@@ -33,8 +35,8 @@ def dropout_state(input: Tensor) -> Tensor:
     runs again, possibly by another route, has the mask of the first one.
     """
     if not is_dynamo_compiling():
-        if torch._C._get_tracing_state() is not None:  # a trace contains only PyTorch's operators
-            return torch.empty(2, dtype=torch.int64, device=input.device).random_()
+        if is_recording():  # torch.dropout, which draws by itself: _drop() in _norm_formula.py
+            return torch.empty(2, dtype=torch.int64, device=input.device)
         return fused_op_cuda.dropout_state(input)
     # As route_dropout_state in csrc/routing.cpp. The compiler would merge equal calls in a
     # graph, but knows that results of torch.empty are never equal.

@@ -109,8 +109,7 @@ def test_one_seed_gives_one_mask(route, name, device):
     call = ROUTES[route](lambda x: CALLS[name](fused_op, x, p))
     call(x)
     actual = result(call)
-    if route == "jit_trace" and device == "cuda":
-        # The trace has PyTorch's operators alone, none of which draws as the kernels do on a GPU.
+    if route == "jit_trace":  # records torch.dropout, whose mask is another
         assert abs(actual[0].double().mean() - p) < 0.3
         assert torch.equal(result(call)[0], actual[0]) and not torch.equal(call(x) == 0, actual[0])
         return

@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
+from tests.case import SEED
 from tests.ops import DEVICES
 
 
 def lines_of(memory: str) -> list[list[str]]:
-    environment = os.environ | {"FUSED_OP_FAST_MEMORY": memory}
+    environment = os.environ | {"FUSED_OP_FAST_MEMORY": memory, "FUSED_OP_SEED": str(SEED)}
     script = [sys.executable, "-m", "tests.numerics.memory_bits"]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -110,12 +110,12 @@ def test_portable_clusters():
 @pytest.mark.skipif("cuda" not in DEVICES, reason="needs a GPU")
 def test_script(capsys):
     """Catches a script that fails, skips calls, or whose calls are not those of the plans."""
-    every_kernel.main(["--dtype", "float64", "--share", "1/4"])
+    every_kernel.main(["--dtype", "float64", "--share", "1/16"])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 and int(lines[0].split()[1]) > 90
-    every_kernel.main(["--dtype", "bfloat16", "--share", "3/16"])
+    assert len(lines) == 1 and int(lines[0].split()[1]) > 20
+    every_kernel.main(["--dtype", "bfloat16", "--share", "3/64"])
     calls = [int(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
-    assert len(calls) == 2 and calls[0] > 40 and calls[1] > 2 * 40
+    assert len(calls) == 2 and calls[0] > 10 and calls[1] > 2 * 10
 
 
 @pytest.fixture

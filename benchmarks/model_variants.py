@@ -1,4 +1,4 @@
-"""What benchmarks.models compares: models of transformers with the norms of several libraries.
+"""What benchmarks.models compares: models with the norms of several libraries.
 
 Weights are random, so nothing is downloaded. transformers is imported where a model is built.
 """
@@ -18,12 +18,14 @@ from torch import Tensor, nn
 
 from fused_op import compile_pass, convert
 
+from . import image_models
+
 MODES = ("eager", "torch.compile")
 
 
 @dataclass(frozen=True)
 class Model:
-    """One model and its batch; `length` counts tokens, or for a ViT pixels of a side."""
+    """One model and its batch; `length` counts tokens, or for images pixels of a side."""
 
     name: str
     kind: str  # a key of _BUILDERS
@@ -39,7 +41,9 @@ class Model:
     def small(self) -> Model:
         """The same classes at sizes for a test."""
         sizes: dict[str, Any] = {"layers": 2, "width": 32, "heads": 2, "mlp": 64, "vocabulary": 64}
-        length = 32 if self.kind == "vit" else 16
+        length = 32 if self.kind in image_models.CHANNELS else 16
+        if self.kind == "convnext":
+            sizes["layers"] = 4
         return dataclasses.replace(self, **sizes, kv_heads=0, batch=2, length=length)
 
     def build(self, device: torch.device) -> nn.Module:
@@ -52,8 +56,9 @@ class Model:
     def inputs(self, device: torch.device) -> dict[str, Tensor]:
         """Keyword arguments of the model; with labels, so that it returns a loss."""
         generator = torch.Generator(device).manual_seed(1)
-        if self.kind == "vit":
-            size = (self.batch, 3, self.length, self.length)
+        channels = image_models.CHANNELS.get(self.kind)
+        if channels is not None:
+            size = (self.batch, channels, self.length, self.length)
             pixels = torch.randn(size, generator=generator, device=device).bfloat16()
             labels = torch.arange(self.batch, device=device) % self.vocabulary
             return {"pixel_values": pixels, "labels": labels}
@@ -130,9 +135,13 @@ _BUILDERS: dict[str, Callable[[Model], nn.Module]] = {
     "qwen3": _qwen3,
     "gpt2": _gpt2,
     "vit": _vit,
+    "sd3": image_models.sd3,
+    "unet": image_models.unet,
+    "convnext": image_models.convnext,
 }
 
-# Sizes of Llama 3.2 1B, Qwen3 0.6B, GPT-2 and ViT-L/16. In the first two the host counts.
+# Sizes of Llama 3.2 1B, Qwen3 0.6B, GPT-2, ViT-L/16 and ConvNeXt-S, and a sixth of Stable Diffusion
+# 3. In the first two the host counts.
 MODELS = (
     Model("tiny Llama", "llama", 8, 256, 4, 688, 8, 128, 1024),
     Model("GPT-2 of 12 x 512", "gpt2", 12, 512, 8, 2048, 4, 256, 50257),
@@ -141,6 +150,9 @@ MODELS = (
     Model("ViT-L", "vit", 24, 1024, 16, 4096, 32, 224, 1000),
     Model("Qwen3 0.6B", "qwen3", 28, 1024, 16, 3072, 4, 2048, 151936, kv_heads=8),
     Model("GPT-2 medium", "gpt2", 24, 1024, 16, 4096, 8, 1024, 50257),
+    Model("SD3 of 4 blocks", "sd3", 4, 1536, 24, 6144, 8, 64, 1000),
+    Model("UNet", "unet", 1, 128, 4, 0, 16, 64, 1000),
+    Model("ConvNeXt", "convnext", 12, 96, 1, 0, 64, 224, 1000),
 )
 
 
@@ -173,25 +185,26 @@ def _converted(model: nn.Module, mode: str) -> Built:
 
 
 def _with_additions(model: nn.Module, mode: str) -> Built:
+    blocks = convert(model, residual=mode == "eager", modulation=True).blocks
+    modulations = sum(block.modulations for block in blocks)
     if mode == "torch.compile":
-        return _with_compile_pass(model)
-    additions = sum(r.additions for r in convert(model, residual=True).blocks)
-    if additions == 0:
-        raise NothingToMeasure("no addition of its blocks can move into a norm")
-    return Built(model, note=lambda: f"{additions} additions")
+        return _with_compile_pass(model, modulations)
+    additions = sum(block.additions for block in blocks)
+    if additions + modulations == 0:
+        raise NothingToMeasure("no addition or modulation of its blocks can move into a norm")
+    return Built(model, note=lambda: f"{additions} additions, {modulations} modulations")
 
 
-def _with_compile_pass(model: nn.Module) -> Built:
-    _convert(model)
+def _with_compile_pass(model: nn.Module, modulations: int) -> Built:
     during = contextlib.ExitStack()
     fusing = during.enter_context(compile_pass())
     # A graph out of a cache would not be counted.
     during.enter_context(torch._inductor.config.patch(force_disable_caches=True))
 
     def note() -> str:
-        if fusing.report().forward == 0:
+        if fusing.report().forward + modulations == 0:
             raise NothingToMeasure(str(fusing.report()))
-        return str(fusing.report())
+        return f"{fusing.report()}; {modulations} modulations"
 
     # Models of the same classes share graphs, and this one would run those of `converted`. Other
     # options keep them apart, though this one has its default.

@@ -1,10 +1,12 @@
-"""The norms in whole models of transformers: `python -m benchmarks.models --json FILE`.
+"""The norms in whole models: `python -m benchmarks.models --json FILE`.
 
-Llama, Qwen3, GPT-2 and ViT with random bf16 weights, eager and by torch.compile: native, converted,
-converted with the residual additions in the norms (by `convert(residual=True)` or `compile_pass`),
-and with Liger's norms where it is installed. A step is forward, loss and backward; the optimizer,
-which is the same for all, is left out. Variants share their parameters and take turns, so that all
-see the same clocks. A variant whose loss or gradients differ from the native ones gets no figure.
+Llama, Qwen3, GPT-2, ViT and ConvNeXt of transformers, a diffusion transformer and a UNet of
+diffusers, with random bf16 weights, eager and by torch.compile: native, converted, converted with
+the residual additions and the modulations in the norms (by `convert(residual=True,
+modulation=True)` or `compile_pass`), and with Liger's norms where it is installed. A step is
+forward, loss and backward; the optimizer, which is the same for all, is left out. Variants share
+their parameters and take turns, so that all see the same clocks. A variant whose loss or gradients
+differ from the native ones gets no figure.
 
 The file is rewritten after every row, which is a model in a mode. `--append` goes on where a run
 stopped, and no row begins after `--minutes`. `--small` takes tiny sizes, to try the program without

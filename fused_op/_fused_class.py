@@ -32,6 +32,8 @@ class Formula(NamedTuple):
     # How many dimensions the images have whose channels, dimension 1, it normalises; (): it
     # normalises the last dimensions.
     images: tuple[int, ...] = ()
+    # Its output has the channels innermost in memory, whatever the images have: it permutes them.
+    innermost: bool = False
 
     def eps_of(self, module: nn.Module) -> Any:
         return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
@@ -63,7 +65,7 @@ def is_fused(cls: type) -> bool:
 
 @functools.cache
 def _subclass(original: Any, formula: Formula) -> type[nn.Module]:
-    norm, kind, _, rounding, images = formula
+    norm, kind, _, rounding, images, innermost = formula
     zero_centered, is_rounded = kind == "1 + weight", kind == "rounded 1 + weight"
     kind_of = {"is_image": bool(images)}
 
@@ -93,7 +95,8 @@ def _subclass(original: Any, formula: Formula) -> type[nn.Module]:
         }
         try:
             if images:
-                return _of_image(norm, args[0], factor, bias, eps)
+                x = _with_channels_innermost(args[0]) if innermost else args[0]
+                return _of_image(norm, x, factor, bias, eps)
             if norm == "layer_norm":
                 return fused_layer_norm(args[0], factor, bias, eps, **options)
             return fused_rms_norm(args[0], factor, eps, **options)
@@ -108,6 +111,11 @@ def _subclass(original: Any, formula: Formula) -> type[nn.Module]:
         "forward": forward,
     }
     return make_subclass(original, formula, fused_class, f"Fused{original.__name__}", members)
+
+
+def _with_channels_innermost(x: Tensor) -> Tensor:
+    """A copy, unless they are. The op then writes its output like that."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 def _of_image(norm: Norm, x: Tensor, weight: Any, bias: Any, eps: float | None) -> Tensor:

@@ -143,18 +143,19 @@ def _prove_of_rows_or_images(
 
 
 def _prove_of_images(
-    module: nn.Module, like: Tensor, channels: Any, shared: dict[int, Any], ranks: tuple[int, ...]
+    module: nn.Module, like: Tensor, channels: Any, shared: dict[int, Any], ranks: dict[int, bool]
 ) -> Proof:
     """The proof for as many of these numbers of dimensions as have one, with one formula."""
     formula: Formula | None = None
     refusal: Refusal | None = None  # of the most common number
     matches: dict[int, Match] = {}
-    for rank in ranks:
+    for rank, innermost in ranks.items():
         try:
             if formula is None:
-                after, matches[rank] = _prove_one(module, like, channels, shared, (rank,))
+                candidates = _image_candidates(module, rank, innermost)
+                after, matches[rank] = _prove_one(module, like, channels, shared, candidates)
                 formula = recipe_of(after)
-            else:
+            elif innermost == formula.innermost:
                 each = formula._replace(images=(rank,))
                 fused = _subclassed(type(module), each)
                 matches[rank] = prove(module, fused, each, like, channels, shared)
@@ -174,12 +175,15 @@ def _prove_one(
     like: Tensor,
     shape: Any,
     shared: dict[int, Any],
-    images: tuple[int, ...] = (),
+    candidates: list[Formula] | None = None,
 ) -> Proof:
-    """The proof of the formula with the module's own roundings, or else of the closest one."""
+    """The proof of the formula with the module's own roundings, or else of the closest one.
+
+    Without candidates, they are those of a norm over the last dimensions.
+    """
     proofs: dict[Formula, Proof] = {}
     refusal: Refusal | None = None  # of the likeliest formula
-    for formula in _image_candidates(module, images) if images else _candidates(module, like):
+    for formula in candidates or _candidates(module, like):
         if any((f.norm, f.eps) != (formula.norm, formula.eps) for f in proofs):
             continue  # it is another formula, whatever its roundings
         try:
@@ -293,14 +297,16 @@ def _candidates(module: nn.Module, like: Tensor) -> list[Formula]:
     ]
 
 
-def _image_candidates(module: nn.Module, images: tuple[int, ...]) -> list[Formula]:
+def _image_candidates(module: nn.Module, rank: int, innermost: bool) -> list[Formula]:
     norms: list[Norm] = ["layer_norm", "rms_norm"]
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         norms = ["layer_norm" if isinstance(module, nn.LayerNorm) else "rms_norm"]
     elif getattr(module, "bias", None) is None:
         norms.reverse()
     return [
-        Formula(norm, "weight", eps, images=images) for eps in _eps_of(module) for norm in norms
+        Formula(norm, "weight", eps, images=(rank,), innermost=innermost)
+        for eps in _eps_of(module)
+        for norm in norms
     ]
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ._channels_first_formula import channels_are_last
+
 # The numbers of dimensions of images, [N, C, *spatial], the most common one first.
 RANKS = (4, 3, 5)
 _VALUES = (int, float, complex, str, bytes, bytearray, set, frozenset)
@@ -155,14 +157,17 @@ def _same(a: Any, b: Any, seen: frozenset[int] = frozenset()) -> bool:
 
 def image_ranks(
     module: nn.Module, like: Tensor, channels: int, shared: dict[int, Any]
-) -> tuple[int, ...]:
-    """The numbers of dimensions of the images, channels first, that a forward takes."""
+) -> dict[int, bool]:
+    """The numbers of dimensions of the images, channels first, that a forward takes.
+
+    With each, whether the output of contiguous images has the channels innermost in memory.
+    """
     shapes = {rank: (2, channels, 3, 5, 2)[:rank] for rank in RANKS}
-    return tuple(
-        rank
+    outputs = {
+        rank: _try_forward(module, like, torch.ones(shape), shared)
         for rank, shape in shapes.items()
-        if _try_forward(module, like, torch.ones(shape), shared) is not None
-    )
+    }
+    return {rank: channels_are_last(y) for rank, y in outputs.items() if y is not None}
 
 
 def _try_forward(

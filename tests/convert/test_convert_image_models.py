@@ -12,7 +12,7 @@ import torch
 from fused_op import convert
 from fused_op._recipe import recipe_of
 from tests.convert.conversion import check_conversion
-from tests.convert.test_convert_images import images
+from tests.convert.test_convert_images import images, memory_of
 from tests.norms import COLS, only_reason, randomize
 from tests.ops import BF16, F32
 
@@ -97,6 +97,23 @@ def test_model(name, dtype, memory_format, device):
     counts = {n: sum(c.before == n for c in report.converted) for n in norms}
     assert counts == norms and len(report.converted) == sum(norms.values())
     assert all(c.same_roundings == (dtype is BF16) for c in report.converted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_convolutions_run_in_the_same_format(name, device):
+    """Catches a norm that hands an image on in another format, in which they may be far slower."""
+    model, _ = build(name, F32, device)
+    formats = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_pre_hook(lambda _, args: formats.append(memory_of(args[0])))
+    x = images(shape=(2, 3, 32, 32), device=device)
+    model(x)
+    expected = formats.copy()
+    formats.clear()
+    convert(model)
+    model(x)
+    assert formats == expected and (False, True) in expected
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from torch import nn
 
 import fused_op
 from fused_op import convert, disabled, revert
+from fused_op._channels_first_formula import channels_are_last
 from fused_op._recipe import recipe_of
 from tests.contexts.graphs import Graphs
 from tests.norms import (
@@ -41,7 +42,8 @@ from tests.norms import (
 )
 from tests.ops import BF16, F16, F32, F64
 
-OPS = ("fused_op.channels_first_forward.default", "fused_op.channels_first_backward.default")
+PLANES = ("fused_op.channels_first_forward.default", "fused_op.channels_first_backward.default")
+PIXELS = ("fused_op.norm_forward.default", "fused_op.norm_backward.default")
 half = pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 
 
@@ -51,6 +53,10 @@ def images(dtype=F32, shape=(2, COLS, 5, 7), device="cpu"):
 
 def formula_of(module):
     return recipe_of(type(module))
+
+
+def memory_of(image):
+    return image.is_contiguous(), channels_are_last(image)
 
 
 def close(found, expected, dtype):
@@ -109,13 +115,17 @@ def test_changes_its_class_and_nothing_else(name, dtype, device):
         wanted = original.state_dict(keep_vars=True).values(), module.state_dict(keep_vars=True)
         leaves = [x.clone().requires_grad_() for _ in range(2)]
         expected, found = original(leaves[0]), module(leaves[1])
-        assert found.dtype is dtype and found.is_contiguous()
+        assert found.dtype is dtype
+        # What follows, such as a convolution, runs as fast as behind the original.
+        assert memory_of(found) == memory_of(expected)
         close(found, expected, dtype)
         grad = images(dtype, x.shape, device)
         truth = torch.autograd.grad(expected, [leaves[0], *wanted[0]], grad)
         for ours, theirs in zip(
             torch.autograd.grad(found, [leaves[1], *wanted[1].values()], grad), truth, strict=True
         ):
+            if norm == "layer_norm":  # PyTorch's RMS norm is of many operations on a CPU
+                assert memory_of(ours) == memory_of(theirs)
             error = (ours.double() - theirs.double()).abs().max()
             assert error <= 32 * torch.finfo(dtype).eps * (1 + theirs.double().abs().max())
     twin = pickle.loads(pickle.dumps(module))
@@ -126,7 +136,7 @@ def test_changes_its_class_and_nothing_else(name, dtype, device):
 
 @pytest.mark.parametrize("name", CONVERTED)
 def test_takes_the_op_of_images(name, device, monkeypatch):
-    """Catches a fused class that permutes, or still calls the original."""
+    """Catches a fused class that still calls the original."""
     module, norm = make(name, F32, device), CONVERTED[name][1]
     convert(module)
     monkeypatch.setattr(type(module).__mro__[1], "forward", None)
@@ -134,6 +144,8 @@ def test_takes_the_op_of_images(name, device, monkeypatch):
     function = getattr(fused_op, f"fused_channels_first_{norm}")
     parameters = getattr(module, "weight", None), getattr(module, "bias", None)
     eps = getattr(module, "variance_epsilon", None) or module.eps
+    if formula_of(module).innermost:
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
     assert torch.equal(module(x), function(x, *parameters, eps))
 
 
@@ -397,7 +409,8 @@ def test_compiles_without_graph_break(name, device):
     ]
     for ours, theirs in zip(*grads, strict=True):
         assert torch.equal(ours, theirs)
-    assert [graphs.names.count(op) for op in OPS] == [1, 1]
+    ops = PIXELS if formula_of(module).innermost else PLANES
+    assert [graphs.names.count(op) for op in ops] == [1, 1]
     if name == "planes":  # broadcast over images of one channel
         one = images(shape=(2, 1, 5, 7), device=device)
         torch.testing.assert_close(compiled(one), attempt(module, one))

@@ -144,7 +144,7 @@ def test_fused_class_computes_by_the_kernel(cls, dtype, device, monkeypatch):
         pytest.skip("computes in float32")
     is_rounded = cls is ZeroCentredLayerNorm and dtype in (F16, BF16)
     convert(module)
-    norm, factor, _, rounding, images = recipe_of(type(module))
+    norm, factor, _, rounding, images, _ = recipe_of(type(module))
     assert not images
     zero_centered = cls in (ZeroCentredNorm, ZeroCentredLayerNorm)
     one_more = "rounded 1 + weight" if is_rounded else "1 + weight"

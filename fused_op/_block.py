@@ -48,7 +48,7 @@ def fuse_blocks(model: nn.Module, residual: bool, modulation: bool) -> tuple[Blo
         norms = frozenset(
             child_name
             for child_name, child in module.named_children()
-            if CONVERTED in child.__dict__ and _is_of_rows(cast(Any, type(child)))
+            if CONVERTED in child.__dict__ and _is_of_rows(type(child))
         )
         before, wanted = type(module), Wanted(norms, residual, modulation)
         earlier = recipe_of(before)
@@ -84,7 +84,7 @@ def add_norm(norm: Any, left: Any, right: Any) -> tuple[Any, Any]:
             "zero_centered": zero_centered,
             "rounding": rounding,
         }
-        if _formula_of(cast(Any, type(norm))).norm == "layer_norm":
+        if _formula_of(type(norm)).norm == "layer_norm":
             bias = norm.__dict__["_parameters"].get("bias")
             return fused_add_layer_norm(left, right, weight, bias, eps, **options)
         return fused_add_rms_norm(left, right, weight, eps, **options)
@@ -97,7 +97,7 @@ def norm_add_norm(post: Any, pre: Any, branch: Any, residual: Any) -> tuple[Any,
     if (is_dynamo_compiling() or (type(branch) is Tensor and branch.numel() >= MANY)) and all(
         _is_free(norm)
         and _takes_sum(norm, branch, residual)
-        and _formula_of(cast(Any, type(norm))).norm == "rms_norm"
+        and _formula_of(type(norm)).norm == "rms_norm"
         for norm in (post, pre)
     ):
         (post_weight, *options), (pre_weight, *others) = map(_arguments_of, (post, pre))
@@ -128,7 +128,7 @@ def modulated_norm(norm: Any, input: Any, scale: Any, shift: Any = _ABSENT) -> A
     if _is_free(norm) and _modulates(norm, input, scale, shift):
         weight, _, eps, _, _ = _arguments_of(norm)
         shift = None if shift is _ABSENT else shift
-        if _formula_of(cast(Any, type(norm))).norm == "layer_norm":
+        if _formula_of(type(norm)).norm == "layer_norm":
             bias = norm.__dict__["_parameters"].get("bias")
             return fused_modulated_layer_norm(input, scale, shift, weight, bias, eps)
         return fused_modulated_rms_norm(input, scale, shift, weight, eps)
@@ -206,7 +206,7 @@ def _is_free(norm: Any) -> bool:
         return False
     state = norm.__dict__
     return (
-        _is_of_rows(cast(Any, type(norm)))
+        _is_of_rows(type(norm))
         and not _is_hooked(state)
         and not any(state.get(option) for option in _OPTIONS)
         # Wrappers hold a parameter elsewhere, such as FSDP with flat parameters.
@@ -218,26 +218,27 @@ def _is_free(norm: Any) -> bool:
 _OPTIONS = ("dropout_p", "zero_centered", "out_dtype", "memory_efficient")
 
 
-@functools.cache
 def _is_of_rows(cls: Any) -> bool:
     """Whether it is the fused class of a norm over the last dimensions of one input."""
-    if cls in (FusedLayerNorm, FusedRMSNorm):
-        return True
-    formula = recipe_of(cls)
+    formula = _formula_of(cls)
     return isinstance(formula, Formula) and not formula.images
 
 
-@functools.cache
-def _formula_of(cls: Any) -> Formula:
-    if cls in (FusedLayerNorm, FusedRMSNorm):
-        return Formula("layer_norm" if cls is FusedLayerNorm else "rms_norm", "weight", "eps")
-    formula: Formula = recipe_of(cls)
-    return formula
+_OF_MODULES: dict[Any, Formula] = {
+    FusedLayerNorm: Formula("layer_norm", "weight", "eps"),
+    FusedRMSNorm: Formula("rms_norm", "weight", "eps"),
+}
+
+
+def _formula_of(cls: Any) -> Any:
+    """The Formula of a fused class of rows or images."""
+    formula = _OF_MODULES.get(cls)
+    return recipe_of(cls) if formula is None else formula
 
 
 def _arguments_of(norm: Any) -> tuple[Any, ...]:
     """Of a fused module: weight, normalized_shape, eps, zero_centered and rounding."""
-    formula = _formula_of(cast(Any, type(norm)))
+    formula = _formula_of(type(norm))
     state = norm.__dict__
     weight = state["_parameters"].get("weight")
     if formula.factor == "1":

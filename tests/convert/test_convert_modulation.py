@@ -72,6 +72,7 @@ MODULES += [ByScaleAlone, Subtracting, Computing]  # without a shift
 @pytest.mark.parametrize("affine", [False, True])
 @pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
 @pytest.mark.parametrize("cls", MODULES)
+@pytest.mark.filterwarnings("error:Dynamo detected")  # of what it would rather not trace
 def test_values_are_those_of_the_original(cls, norm, affine: bool, device: str) -> None:
     """Catches another formula, a lost gradient, and a modulation that is not fused."""
     reference = cls(norm, eps=1e-6, elementwise_affine=affine).to(device)

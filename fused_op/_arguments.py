@@ -14,6 +14,7 @@ from torch._C import _get_tracing_state
 
 from ._contexts import unrecorded
 from ._options import Options, Tensors, machine_eps
+from ._sizes import differ
 
 KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -151,7 +152,7 @@ def check_rows(op: str, name: str, rows: Tensor) -> None:
 def check_residual(op: str, residual: Tensor, input: Tensor, sum_dtype: torch.dtype | None) -> None:
     """Check that it can be added to ``input``, like ``check_residual_kind``."""
     check_rows(op, "residual", residual)
-    if residual.shape != input.shape:
+    if differ(residual.shape, input.shape):
         raise RuntimeError(
             f"{op}: residual must have the shape of input, {list(input.shape)}, "
             f"got {list(residual.shape)}"

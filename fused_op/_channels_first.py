@@ -19,6 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ._arguments import as_float, check_eps, check_parameter, check_rows, check_tensor
 from ._channels_first_formula import channels_are_last, channels_first
 from ._options import Norm, PixelActivation, compute_dtype
+from ._sizes import holds
 from ._variant import Variant, is_strided
 from .functional import fused_layer_norm, fused_rms_norm
 
@@ -106,7 +107,7 @@ def _call(
         check_eps(op, eps)
     check_activation(op, activation)
     if is_strided(input) and input.dim() > 1:
-        if math.prod(input.shape[2:]) == 1:  # a row for each sample
+        if holds(math.prod(input.shape[2:]) == 1):  # a row for each sample
             _check_tensors(op, *tensors, activation)
             return _rows(norm, input.flatten(1), weight, bias, eps, activation).view(input.shape)
         if channels_are_last(input):

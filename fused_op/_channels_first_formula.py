@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ._norm_formula import Affine, cast, contiguous, normalize
 from ._options import Norm, PixelActivation, compute_dtype
+from ._sizes import holds
 
 
 def channels_first(
@@ -35,6 +38,7 @@ def channels_first(
 
 def channels_are_last(input: Tensor) -> bool:
     """Whether the channels of a pixel are neighbours in memory, and those of a plane are not."""
-    if input.dim() == 2 or input.is_contiguous():
+    if not (holds(input.shape[1] > 1) and holds(input.stride(1) == 1)):
         return False
-    return input.shape[1] > 1 and input.stride(1) == 1
+    # One pixel, or none, is contiguous as well.
+    return not (holds(math.prod(input.shape[2:]) == 1) or holds(input.numel() == 0))

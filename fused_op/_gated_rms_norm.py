@@ -20,6 +20,7 @@ from ._arguments import (
     check_tensor,
 )
 from ._options import Activation, Rounding, compute_dtype, machine_eps
+from ._sizes import differ
 from ._variant import Variant
 
 _OP = "fused_gated_rms_norm"
@@ -208,7 +209,7 @@ def _check(
     check_eps(_OP, eps)
     check_rows(_OP, "input", input)
     check_rows(_OP, "gate", gate)
-    if gate.shape != input.shape:
+    if differ(gate.shape, input.shape):
         raise RuntimeError(
             f"{_OP}: gate must have the shape of input, {list(input.shape)}, got {list(gate.shape)}"
         )

@@ -17,6 +17,7 @@ from ._arguments import as_float, check_eps, check_parameter, check_rows, check_
 from ._channels_first import check_activation, in_planes
 from ._group_norm_formula import group_norm, like_layout
 from ._options import PixelActivation, compute_dtype
+from ._sizes import differ
 from ._variant import Variant
 from .modules import CONVERTED, takes_original
 
@@ -236,7 +237,7 @@ def _check_entry(name: str, entry: Tensor, input: Tensor) -> None:
             "must be float64"
         )
     first = input.shape[:2]
-    fits = entry.dim() in (2, input.dim()) and entry.shape[:2] == first
+    fits = entry.dim() in (2, input.dim()) and not differ(entry.shape[:2], first)
     if not fits or any(size != 1 for size in entry.shape[2:]):
         raise RuntimeError(
             f"{_NAME}: {name} must have shape {list(first)}, the first two dimensions of input, or "

@@ -17,6 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ._arguments import as_float, check_eps, check_parameter, check_rows, check_tensor
 from ._modulated_formula import gated_sum, modulated
 from ._options import Norm, compute_dtype, machine_eps
+from ._sizes import differ, holds
 from ._variant import Variant
 
 
@@ -163,10 +164,11 @@ def _gated_add(norm: Norm, tensors: Any, eps: Any) -> tuple[Tensor, Tensor]:
 
 
 def _passed(place: int, tensors: Any) -> tuple[int, int] | None:
-    """If each row has its own entry, the gradient of shift is that of the output."""
+    """If shift has the shape of the input, its gradient is that of the output."""
     input, shift = tensors[0], tensors[place]
-    has_own_entries = isinstance(shift, Tensor) and shift.numel() == input.numel()
-    return (place, 0) if has_own_entries else None
+    if not isinstance(shift, Tensor) or shift.dim() != input.dim():
+        return None
+    return (place, 0) if holds(shift.numel() == input.numel()) else None
 
 
 def _modulated_formula(
@@ -230,7 +232,7 @@ def _check_gated(
     op = f"fused_gated_add_{norm}"
     _check_modulated(input, scale, shift, weight, bias, norm, eps, op)
     check_rows(op, "residual", residual)
-    if residual.shape != input.shape:
+    if differ(residual.shape, input.shape):
         raise RuntimeError(
             f"{op}: residual must have the shape of input, {list(input.shape)}, "
             f"got {list(residual.shape)}"
@@ -251,11 +253,11 @@ def _check_entries(op: str, name: str, entries: Tensor, input: Tensor) -> int:
             f"{op}: {name} of {entries.dtype} does not fit input of {input.dtype}: both or none "
             "must be float64"
         )
-    dim, leading = 0, entries.dim() - 1
+    dim, leading = 0, entries.dim() - 1  # sizes that only the data decides count as equal
     fits = leading < input.dim() and entries.shape[-1] == input.shape[-1]
-    while fits and dim < leading and entries.shape[dim] == input.shape[dim]:
+    while fits and dim < leading and not holds(entries.shape[dim] != input.shape[dim]):
         dim += 1
-    if not fits or any(size != 1 for size in entries.shape[dim:-1]):
+    if not fits or any(holds(size != 1) for size in entries.shape[dim:-1]):
         raise RuntimeError(
             f"{op}: the shape of {name} must be the first dimensions of input, "
             f"{list(input.shape)}, then ones, then the last dimension, got "
@@ -267,7 +269,7 @@ def _check_entries(op: str, name: str, entries: Tensor, input: Tensor) -> int:
 def _check_same_entries(
     op: str, name: str, entries: Tensor, input: Tensor, scale: Tensor, rows: int
 ) -> None:
-    if _check_entries(op, name, entries, input) != rows:
+    if holds(_check_entries(op, name, entries, input) != rows):
         raise RuntimeError(
             f"{op}: {name} must have entries for the same rows as scale, {list(scale.shape)}, got "
             f"{list(entries.shape)}: expand the smaller one"

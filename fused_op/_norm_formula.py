@@ -30,6 +30,7 @@ from ._options import (
     rounds_first,
 )
 from ._philox import keep_mask, keep_scale
+from ._sizes import differ
 
 
 class Affine(NamedTuple):
@@ -175,7 +176,7 @@ def check_shapes(
     prefix: str = "",  # of error messages
 ) -> tuple[int, ...]:
     """The normalised shape. Nothing is broadcast."""
-    if residual is not None and input.shape != residual.shape:
+    if residual is not None and differ(input.shape, residual.shape):
         raise RuntimeError(
             f"{prefix}residual must have the shape of input, {list(input.shape)}, "
             f"got {list(residual.shape)}"

@@ -10,6 +10,7 @@ from torch import Tensor
 from . import _rope_formula
 from ._arguments import as_float, check_bools, check_eps, check_rows, check_tensor
 from ._options import machine_eps
+from ._sizes import differ, holds
 
 OP = "fused_rms_norm_rope"
 QK_OP = "fused_qk_norm_rope"
@@ -120,9 +121,9 @@ def _check_angles(op: str, cos: Tensor, sin: Tensor, rows: Tensor) -> None:
     for name, angles in (("cos", cos), ("sin", sin)):
         check_rows(op, name, angles)
         sizes = list(angles.shape[:-1])
-        while sizes and sizes[0] == 1:
+        while sizes and holds(sizes[0] == 1):
             del sizes[0]
-        if sizes and sizes != tokens[-len(sizes) :]:
+        if sizes and differ(sizes, tokens[-len(sizes) :]):
             raise RuntimeError(
                 f"{op}: {name} must have shape [..., rotary_dim / 2] with the last of the sizes "
                 f"{tokens} in front (input without heads and head_dim), got {list(angles.shape)}"
@@ -132,7 +133,7 @@ def _check_angles(op: str, cos: Tensor, sin: Tensor, rows: Tensor) -> None:
                 f"{op}: {name} rotates twice its last dimension, {2 * angles.shape[-1]} columns, "
                 f"and a head has {rows.shape[-1]}"
             )
-    if sin.shape != cos.shape:
+    if differ(sin.shape, cos.shape):
         raise RuntimeError(
             f"{op}: sin must have the shape of cos, {list(cos.shape)}, got {list(sin.shape)}"
         )

@@ -29,6 +29,7 @@ from fused_op_cuda import KernelError
 from ._contexts import is_differentiated, is_recording, is_transformed
 from ._disabled import open_blocks
 from ._routes import warn_of_missing_kernel
+from ._sizes import differ
 
 Tensors = tuple[Tensor | None, ...]
 Options = tuple[Any, ...]
@@ -219,8 +220,10 @@ def _gradient_of(
     """
     if grad is None:
         like = next(t for t in saved.values() if t is not None)
-        return torch.zeros(shape, dtype=dtype, device=like.device)
-    return grad.to(dtype) if grad.shape == shape else grad.to(dtype, copy=True).reshape(shape)
+        return like.new_zeros(shape, dtype=dtype)  # a DTensor beside DTensors
+    if differ(grad.shape, shape):
+        return grad.to(dtype, copy=True).reshape(shape)
+    return grad.to(dtype)
 
 
 def run_backward(

@@ -1,0 +1,30 @@
+"""Comparisons of sizes, some of which only the data decides, such as those of ``x[mask]``.
+
+A compiler cannot decide them. Checks let such sizes pass, and leave them to the op, which runs with
+the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+
+def holds(comparison: Any) -> bool:
+    """Whether a comparison of sizes is known to hold."""
+    if is_dynamo_compiling() or isinstance(comparison, torch.SymBool):
+        from torch.fx.experimental import symbolic_shapes  # slow to import
+
+        guard = getattr(symbolic_shapes, "guard_or_false", bool)  # PyTorch 2.7 has none
+        return guard(comparison)
+    return bool(comparison)
+
+
+def differ(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two shapes are known to differ."""
+    if len(shape) != len(other):
+        return True
+    return any(holds(m != n) for m, n in zip(shape, other, strict=True))

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from ._options import default_ndim
+from ._variant import variant_named
 
 Placements = tuple[Placement, ...]
 
@@ -29,6 +30,7 @@ ROWS |= {"output", "sum", "grad_input", "grad_gate", "grad_residual"}
 PARAMETERS = {"weight", "bias", "post_weight", "pre_weight"}
 PARAMETERS |= {f"grad_{name}" for name in PARAMETERS}
 TABLES = {"cos", "sin"}  # plain ones are those of this rank's rows
+ENTRIES = {"scale", "shift", "grad_scale", "grad_shift"}  # rows that rows of the input share
 WAYS = ("forward", "backward")
 
 
@@ -41,10 +43,15 @@ def run_on_shards(cls: Any, op: Any, types: Any, args: Any, kwargs: Any = None) 
             f"{op}: dropout_p must be 0 for a DTensor, whose shards would all get one mask; "
             "call torch.nn.functional.dropout before"
         )
+    # The gate of a residual has entries, that of a norm has rows.
+    entries = ENTRIES | {"gate", "grad_gate"} if "scale" in named else ENTRIES
+    are_rows = ROWS - entries
+    if "scale" in named and "save_stats" in named:  # the op sees shards: wrong ones may fit
+        variant_named(op._schema.name).check(*args[:-1])
     mesh: DeviceMesh = next(value.device_mesh for value in args if isinstance(value, DTensor))
     for name in named:
         value = named[name]
-        if (name in ROWS | PARAMETERS and value is not None) or (
+        if (name in are_rows | entries | PARAMETERS and value is not None) or (
             name in TABLES and isinstance(value, DTensor)
         ):
             named[name] = _as_dtensor(op, name, value, mesh)
@@ -65,17 +72,25 @@ def run_on_shards(cls: Any, op: Any, types: Any, args: Any, kwargs: Any = None) 
     sums: Placements = tuple(Partial() if p.is_shard() else Replicate() for p in rows)
 
     # In the order of the schema: all ranks have to communicate in the same one.
+    whole = dict(named)
     for name, value in named.items():
         if isinstance(value, DTensor):
-            layout = (rows, rows_ndim) if name in ROWS else (replicated, 0)
+            layout = (rows, rows_ndim) if name in are_rows else (replicated, 0)
+            if name in entries:
+                layout = _placements_of_entries(value, rows, Replicate()), value.dim() - 1
             named[name] = _shard(value, mesh, *layout)
     local = named["x" if "x" in named else "input"].shape
     results = []
     found = op(*named.values())
     found = found if isinstance(found, tuple) else (found,)
     for returned, result in zip(op._schema.returns, found, strict=True):
-        if returned.name in ROWS and result.shape == local:
+        if returned.name in are_rows and result.shape == local:
             result = _from_shard(result, mesh, rows, shape)
+        elif returned.name in entries:
+            of = returned.name.removeprefix("grad_")
+            if named[of] is not None and result.shape == named[of].shape:
+                placements = _placements_of_entries(whole[of], rows, Partial())
+                result = _from_shard(result, mesh, placements, whole[of].shape)
         elif returned.name in PARAMETERS and result.shape == local[rows_ndim:]:
             result = _from_shard(result, mesh, sums, shape[rows_ndim:])
         results.append(result)  # stats, and what was not asked for, as they are
@@ -109,6 +124,17 @@ def _placements_of_rows(leaders: list[DTensor], rows_ndim: int) -> Placements:
     )
 
 
+def _placements_of_entries(entries: Tensor, rows: tuple[Any, ...], shared: Placement) -> Placements:
+    """Those of the rows, or ``shared`` where ranks have different rows of one entry.
+
+    Rows share entries along all dimensions behind the last one that is not 1. This does not depend
+    on whether ones are left out: scale and shift then agree on a rank without rows, too.
+    """
+    sizes = entries.shape[:-1]
+    own = max((dim + 1 for dim, size in enumerate(sizes) if size != 1), default=0)
+    return tuple(shared if p.is_shard() and p.dim >= own else p for p in rows)
+
+
 def _shard(value: Any, mesh: DeviceMesh, placements: Placements, rows_ndim: int) -> Tensor:
     """The part of this rank; a rank outside of the mesh has no rows, but takes part in the call."""
     if mesh.get_coordinate() is None:
@@ -133,7 +159,10 @@ def _from_shard(
     )
 
 
-VARIANTS = ("l2_norm", "gated_rms_norm", "post_add_pre_rms_norm", "rms_norm_add", "rms_norm_rope")
+VARIANTS = (
+    *("l2_norm", "gated_rms_norm", "post_add_pre_rms_norm", "rms_norm_add", "rms_norm_rope"),
+    *("modulated_norm", "gated_add_norm"),
+)
 OPS = [f"{norm}_{way}" for norm in ("norm", *VARIANTS) for way in WAYS]
 for _op in OPS:
     torch.library.register_torch_dispatch(f"fused_op::{_op}", DTensor, run_on_shards)

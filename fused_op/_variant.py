@@ -235,6 +235,11 @@ def run_backward(
     return variant.backward(grads, RecordedCall(by_name, options, wanted, passed))
 
 
+def variant_named(op: str) -> Variant:
+    """The variant that has this forward, ``fused_op::<name>_forward``."""
+    return _VARIANTS[op.removeprefix("fused_op::").removesuffix("_forward")]
+
+
 def _is_recorded() -> bool:
     if is_dynamo_compiling():
         return torch.onnx.is_in_onnx_export()

@@ -74,7 +74,6 @@ class Variant:
     ops: tuple[str, str] = field(default=("", ""))
     outputs: dict[str, str] = field(default_factory=lambda: {"output": "input"})  # and their like
     rounds: bool = False  # to 16 bits within, too
-    shards: bool = True  # has rules for DTensors
     of_grad: tuple[str, ...] = ()  # gradients that are functions of grad_output alone
 
     @property
@@ -325,12 +324,11 @@ VARIANTS = [
     Variant(
         "modulated_layer_norm", _modulated_norm._MODULATED_NORM, ("input", "scale", "shift"),
         _of_modulated_norm, ("weight", "bias"), ({"eps": 1e-6},), MODULATED,
-        of_grad=("grad_shift",), shards=False,
+        of_grad=("grad_shift",),
     ),
     Variant(
         "modulated_rms_norm", _modulated_norm._MODULATED_NORM, ("input",),
         _of_modulated_norm, ("scale", "shift", "weight"), ({"eps": 1e-6},), MODULATED,
-        shards=False,
     ),
     Variant(
         "post_add_pre_rms_norm", _post_add_pre_rms_norm._POST_ADD_PRE_RMS_NORM,

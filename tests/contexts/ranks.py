@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import traceback
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed
 import torch.multiprocessing
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.case import SEED
 
@@ -95,6 +97,12 @@ def ranks_fixture(size: int) -> Any:
         ranks.stop()
 
     return fixture
+
+
+@functools.cache
+def mesh_of(device: str, shape: tuple[int, ...]) -> DeviceMesh:
+    """Once in each rank: each further mesh would start threads that end with the process."""
+    return init_device_mesh(device, shape)
 
 
 def _serve(pipe: Any, device: str, rank: int, size: int, meeting: str) -> None:

@@ -20,7 +20,7 @@ import torch
 if not torch.distributed.is_available() or sys.platform == "win32":
     pytest.skip("torch has no torch.distributed", allow_module_level=True)
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -37,7 +37,7 @@ from torch.testing import assert_close
 import fused_op
 from fused_op import FusedLayerNorm
 from tests.case import gradients, make_case
-from tests.contexts.ranks import ranks_fixture
+from tests.contexts.ranks import mesh_of, ranks_fixture
 from tests.ops import BF16, F32, OPS, Pair
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ def distribute(tensor, mesh, placements):
 
 def check_op(device, case, mesh_shape, inputs, residuals, parameters, expected, call=None):
     """Distribute the tensors of the case as said, run it, and compare with the case itself."""
-    mesh = init_device_mesh(device, mesh_shape)
+    mesh = mesh_of(device, mesh_shape)
     layouts = dict.fromkeys(case.op.inputs, parameters) | {"input": inputs, "residual": residuals}
     leaves = {
         name: distribute(t.to(device), mesh, layouts[name]).requires_grad_()
@@ -206,7 +206,7 @@ def test_compile(layout, ranks_2):
 
 def check_options(device):
     """Dtypes of their own, and an output that is saved in the place of the input."""
-    mesh = init_device_mesh(device, (2,))
+    mesh = mesh_of(device, (2,))
     case = make_case(OPS[3], SHAPE, Pair(BF16, F32), device)
     x, residual, weight = case.inputs.values()
     for function, tensors, options in (
@@ -234,7 +234,7 @@ def test_options(ranks_2):
 
 def check_higher_derivatives(device):
     """Also with the kernels disabled, where forward is composite on DTensors too."""
-    mesh = init_device_mesh(device, (2,))
+    mesh = mesh_of(device, (2,))
     case = make_case(OPS[0], SHAPE, Pair(F32, F32), device)
     for function in (fused_op.fused_layer_norm, disabled):
         results = []
@@ -255,7 +255,7 @@ def test_higher_derivatives(ranks_2):
 
 def check_gradient_that_is_partial(device):
     """It arrives so from a column-wise parallel linear, for instance."""
-    mesh = init_device_mesh(device, (2,))
+    mesh = mesh_of(device, (2,))
     case = make_case(OPS[0], SHAPE, Pair(F32, F32), device)
     leaves = [distribute(t, mesh, (WHOLE,)).requires_grad_() for t in case.inputs.values()]
     output = fused_op.fused_layer_norm(*leaves, case.eps)
@@ -278,7 +278,7 @@ def message(function, *args):
 
 
 def check_plain_tensors_among_dtensors(device):
-    mesh = init_device_mesh(device, (2,))
+    mesh = mesh_of(device, (2,))
     inputs = make_case(OPS[0], SHAPE, Pair(F32, F32), device).inputs
     x, weight = inputs["input"], inputs["weight"]
     sharded = distribute_tensor(x, mesh, (SEQUENCE,))
@@ -291,7 +291,7 @@ def check_plain_tensors_among_dtensors(device):
     assert output.placements == (SEQUENCE,)
     assert torch.equal(output.full_tensor(), fused_op.fused_layer_norm(x, weight))
 
-    other = distribute_tensor(weight, init_device_mesh(device, (1, 2)), (WHOLE, WHOLE))
+    other = distribute_tensor(weight, mesh_of(device, (1, 2)), (WHOLE, WHOLE))
     assert "weight must be on the device mesh of the other tensors" in message(
         fused_op.fused_layer_norm, sharded, other
     )
@@ -302,7 +302,7 @@ def test_plain_tensors_among_dtensors(ranks_2):
 
 
 def check_dropout_is_refused(device):
-    mesh = init_device_mesh(device, (2,))
+    mesh = mesh_of(device, (2,))
     x = distribute_tensor(torch.ones(SHAPE, device=device), mesh, (SEQUENCE,))
     with pytest.raises(NotImplementedError, match="dropout_p must be 0 for a DTensor"):
         fused_op.fused_rms_norm(x, dropout_p=0.5)

@@ -12,13 +12,12 @@ import torch
 if not torch.distributed.is_available() or sys.platform == "win32":
     pytest.skip("torch has no torch.distributed", allow_module_level=True)
 
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing import assert_close
 
 from fused_op import fused_rms_norm_rope
 from tests.case import generator
-from tests.contexts.ranks import ranks_fixture
+from tests.contexts.ranks import mesh_of, ranks_fixture
 
 two_ranks = ranks_fixture(2)
 SHAPE = BATCH, SEQUENCE, HEADS, COLS = 3, 6, 4, 16
@@ -26,7 +25,7 @@ SHAPE = BATCH, SEQUENCE, HEADS, COLS = 3, 6, 4, 16
 
 def call_on_shards(device, dim, own, distributes_angles):
     """Shards along one dimension; angles of the whole sequence, or of this rank's tokens."""
-    mesh = init_device_mesh(device, (2,))
+    mesh = mesh_of(device, (2,))
     g = generator("cpu", SHAPE)
     x, dy = (torch.randn(SHAPE, generator=g).to(device) for _ in range(2))
     weight = torch.randn((HEADS, COLS) if own else (COLS,), generator=g).to(device)

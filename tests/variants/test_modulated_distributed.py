@@ -13,7 +13,6 @@ import torch
 if not torch.distributed.is_available() or sys.platform == "win32":
     pytest.skip("torch has no torch.distributed", allow_module_level=True)
 
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing import assert_close
@@ -21,7 +20,7 @@ from torch.testing import assert_close
 import fused_op
 from fused_op import fused_gated_add_layer_norm, fused_gated_add_rms_norm
 from tests.calls import loss
-from tests.contexts.ranks import ranks_fixture
+from tests.contexts.ranks import mesh_of, ranks_fixture
 from tests.variants.test_modulated_norm import FUNCTIONS, arguments, draw, run, tuple_of
 
 two_ranks, four_ranks = ranks_fixture(2), ranks_fixture(4)
@@ -42,7 +41,7 @@ def of_entries(rows, own):
 
 def check_call(device, function, mesh_shape, inputs, rows, given, own, call=None):
     """`given`: the placements of the entries. `own`: see ENTRIES."""
-    mesh = init_device_mesh(device, mesh_shape)
+    mesh = mesh_of(device, mesh_shape)
     names = [name for name in inputs if name in ("scale", "shift", "gate")]
     inputs = {name: t.to(device) for name, t in inputs.items()}
     placed = {}
@@ -124,7 +123,7 @@ def test_compile(ranks_2):
 
 def check_one_output(device):
     """Catches a plain gradient beside DTensors, where the other output leads to none."""
-    mesh = init_device_mesh(device, (2,))
+    mesh = mesh_of(device, (2,))
     for entries in ((5, 8), SHAPE):
         inputs = arguments(fused_gated_add_rms_norm, SHAPE, entries, device=device)
         for used in (0, 1):
@@ -147,7 +146,7 @@ def test_one_output(ranks_2):
 
 def check_disabled(device):
     """The formula, on DTensors whose communication is PyTorch's."""
-    mesh = init_device_mesh(device, (2,))
+    mesh = mesh_of(device, (2,))
     inputs = arguments(fused_gated_add_rms_norm, SHAPE, (5, 8), device=device)
     placed = {
         n: distribute_tensor(t, mesh, [BATCH if t.dim() > 1 else WHOLE]) for n, t in inputs.items()
@@ -168,7 +167,7 @@ def test_disabled(ranks_2):
 
 def check_refusals(device):
     """A shard of three entries would fit a rank's two rows of four."""
-    mesh = init_device_mesh(device, (2,))
+    mesh = mesh_of(device, (2,))
     for function in FUNCTIONS:
         inputs = arguments(function, (4, 2, 8), (4, 8), device=device)
         wrong = inputs | {"scale": draw(3, 8, device=device)}

@@ -11,12 +11,11 @@ import torch
 if not torch.distributed.is_available():
     pytest.skip("torch has no torch.distributed", allow_module_level=True)
 
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fused_op import fused_channels_first_layer_norm, fused_group_norm
 from tests.calls import loss, outputs
-from tests.contexts.ranks import ranks_fixture
+from tests.contexts.ranks import mesh_of, ranks_fixture
 from tests.ops import F32, Pair
 from tests.variants.table import VARIANTS
 
@@ -27,7 +26,7 @@ PLACEMENTS = {"batch": Shard(0), "sequence": Shard(1), "hidden": Shard(2), "whol
 def check_variant(device, number, first, others):
     variant = VARIANTS[number]
     options = variant.options[0]
-    mesh = init_device_mesh(device, (2,))
+    mesh = mesh_of(device, (2,))
     inputs = variant.arguments((5, 3, 8), Pair(F32, F32), device)
     placed = {}
     for name, t in inputs.items():
@@ -54,7 +53,7 @@ def test_variants_on_shards(first, others, ranks_2):
 
 
 def check_images(device):
-    mesh = init_device_mesh(device, (2,))
+    mesh = mesh_of(device, (2,))
     images = distribute_tensor(torch.randn(2, 3, 4, 4, device=device), mesh, [Shard(0)])
     with pytest.raises(NotImplementedError, match="sharding strategy"):
         fused_channels_first_layer_norm(images)

@@ -9,11 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from build_backend import find_cuda_home
 
@@ -64,26 +64,23 @@ def build(folder):
         run(folder, "-c", "import load_jit; load_jit.square_ext()")
 
 
-@pytest.fixture(scope="module")
-def builds(tmp_path_factory):
-    """Folders with a build under way in each: name -> (folder, future). Two at a time."""
-    root = tmp_path_factory.mktemp("examples")
-    with ThreadPoolExecutor(2) as pool:
-        started = {}
-        for name in BUILT:
-            make(name, root / name)
-            started[name] = root / name, pool.submit(build, root / name)
-        yield started
-
-
 @pytest.fixture
-def built(builds):
-    def wait_for(name):
-        folder, future = builds[name]
-        future.result()
+def built(tmp_path_factory):
+    """Gives the folder of an example that is built; the processes of pytest-xdist build it once."""
+    root = tmp_path_factory.getbasetemp()
+    root = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "examples"
+    root.mkdir(exist_ok=True)
+
+    def build_once(name):
+        folder, is_built = root / name, root / f"{name}.built"
+        with FileLock(root / f"{name}.lock"):
+            if not is_built.exists():
+                make(name, folder)
+                build(folder)
+                is_built.touch()
         return folder
 
-    return wait_for
+    return build_once
 
 
 @pytest.mark.parametrize("name", BUILT)

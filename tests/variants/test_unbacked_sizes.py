@@ -116,6 +116,12 @@ CALLS = {
         [(C,)], sentence=OF_RESIDUAL,
     ),
 }  # fmt: skip
+# Of transposed scales, Dynamo of PyTorch 2.11 raises PendingUnbackedSymbolNotFound.
+needs_2_13 = pytest.mark.skipif(torch.__version__ < "2.13", reason="needs PyTorch 2.13")
+every_call = pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=needs_2_13 if n == "rms_norm_quantized" else ()) for n in CALLS],
+)
 OF_SEVERAL = [name for name, call in CALLS.items() if call.sentence is not None]
 
 
@@ -155,7 +161,7 @@ def check(compiled, eager, tensors, given):
         assert_same(compiled(given, *tensors), expected)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@every_call
 def test_one_selection(name, device):
     call = CALLS[name]
     eager = partial(with_one_mask, call)
@@ -180,7 +186,7 @@ def test_a_selection_for_each_tensor(name, device):
             function(masks, *tensors)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@every_call
 def test_export(name, device):
     call = CALLS[name]
     tensors = call.tensors(device)

@@ -140,8 +140,8 @@ _BUILDERS: dict[str, Callable[[Model], nn.Module]] = {
     "convnext": image_models.convnext,
 }
 
-# Sizes of Llama 3.2 1B, Qwen3 0.6B, GPT-2, ViT-L/16 and ConvNeXt-S, and a sixth of Stable Diffusion
-# 3. In the first two the host counts.
+# Sizes of Llama 3.2 1B, Qwen3 0.6B, GPT-2 and ViT-L/16, a sixth of the layers of Stable Diffusion
+# 3, and the widths of ConvNeXt-S. In the first two the host counts.
 MODELS = (
     Model("tiny Llama", "llama", 8, 256, 4, 688, 8, 128, 1024),
     Model("GPT-2 of 12 x 512", "gpt2", 12, 512, 8, 2048, 4, 256, 50257),

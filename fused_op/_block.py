@@ -231,7 +231,7 @@ _OF_MODULES: dict[Any, Formula] = {
 
 
 def _formula_of(cls: Any) -> Any:
-    """The Formula of a fused class of rows or images."""
+    """What ``convert`` made the class by: of a norm over rows or images, a Formula."""
     formula = _OF_MODULES.get(cls)
     return recipe_of(cls) if formula is None else formula
 

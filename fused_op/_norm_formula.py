@@ -29,7 +29,7 @@ from ._options import (
     machine_eps,
     rounds_first,
 )
-from ._philox import keep_mask, keep_scale
+from ._philox import keep_mask, keep_scale, recorded_mask
 from ._sizes import differ
 
 
@@ -156,8 +156,8 @@ def normalize_backward(
 
 def _drop(x: Tensor, rng_state: Tensor | None, p: float, normalized_ndim: int) -> Tensor:
     """X with dropped elements set to zero and the others scaled, which preserves the mean."""
-    if is_recording():  # its compiler for GPUs does not come to an end over the rounds of Philox
-        return torch.dropout(x, p, train=True)
+    if is_recording():
+        return torch.where(recorded_mask(x, p), x * keep_scale(p), 0)
     assert rng_state is not None
     cols = math.prod(x.shape[x.dim() - normalized_ndim :])
     rows = math.prod(x.shape[: x.dim() - normalized_ndim])

@@ -35,7 +35,7 @@ def dropout_state(input: Tensor) -> Tensor:
     runs again, possibly by another route, has the mask of the first one.
     """
     if not is_dynamo_compiling():
-        if is_recording():  # torch.dropout, which draws by itself: _drop() in _norm_formula.py
+        if is_recording():  # recorded_mask() draws by itself
             return torch.empty(2, dtype=torch.int64, device=input.device)
         return fused_op_cuda.dropout_state(input)
     # As route_dropout_state in csrc/routing.cpp. The compiler would merge equal calls in a
@@ -70,6 +70,14 @@ def keep_mask(rng_state: Tensor, rows: int, cols: int, p: float, device: torch.d
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     random = torch.stack(halves, dim=-1).flatten(-2)[..., :cols]
     return random >= _dropped(p)
+
+
+def recorded_mask(x: Tensor, p: float) -> Tensor:
+    """Which elements dropout keeps in a trace: a mask of its own at each run.
+
+    PyTorch draws it: its compiler of traces for GPUs never finishes with the rounds of Philox.
+    """
+    return torch.dropout(torch.ones_like(x), _dropped(p) / _ALL, train=True) != 0
 
 
 def _philox(counter: list[Tensor], low: Tensor, high: Tensor) -> list[Tensor]:

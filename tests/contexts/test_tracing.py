@@ -170,6 +170,18 @@ def test_dropout_draws_in_every_run(adds):
     assert_same_training(traced(module.eval(), *rows), module, *rows)
 
 
+@pytest.mark.parametrize("p", [0.5, 1.0])
+def test_dropped_elements_are_zeros(p):
+    """Catches a product with zero: infinity and NaN would stay."""
+    x = torch.full((8, 64), torch.inf)
+    trace = traced(
+        fused_op.FusedAddLayerNorm(64, dropout_p=p), x, torch.ones(8, 64), check_trace=False
+    )
+    total = trace(x, torch.zeros(8, 64))[1]
+    assert ((total == 0) | (total == torch.inf)).all()
+    assert (total == 0).any() and (total == 0).all() == (p == 1)
+
+
 def test_converted_model():
     """Classes of other libraries, which convert has given a forward, too."""
     for model in (small_model()["a"], LlamaNorm(8), small_model()["c"][0]):

@@ -16,6 +16,7 @@ a GPU; its times mean nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib.metadata
 import itertools
@@ -197,7 +198,10 @@ def main() -> None:
     meter = CudaMeter() if device.type == "cuda" else None
     peers = select(["PyTorch", "torch.compile", "Liger"])
     environment = report.environment(device, peers)
-    environment["peers"]["transformers"] = importlib.metadata.version("transformers")
+    for name in ("transformers", "diffusers"):
+        # Only some models need the second.
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            environment["peers"][name] = importlib.metadata.version(name)
     rows = load_rows(options.json, environment) if options.append else []
     result: dict[str, Any] = {"environment": environment, "rows": rows}
     measured = {(row["model"], row["mode"]) for row in rows}

@@ -168,6 +168,7 @@ def draw_steps(figure: Any, results: list[Result]) -> None:
     """Time of a training step over that with PyTorch's norms, a group of bars per model."""
     axes = figure.subplots()
     groups, labelled = list(steps(results)), set()
+    figure.set_figheight(1.2 + 0.4 * len(groups))
     bars = {OURS: _COLORS[OURS], _ADDITIONS: "C9", "Liger": _COLORS["Liger"]}
     for place, (_, times) in enumerate(groups):
         for index, (name, (time, spread)) in enumerate(times.items()):
@@ -181,6 +182,7 @@ def draw_steps(figure: Any, results: list[Result]) -> None:
     axes.axvline(1.0, color=_COLORS["PyTorch"], linewidth=2, label="PyTorch")
     axes.set_yticks(range(len(groups)), [label for label, _ in groups])
     axes.invert_yaxis()
+    axes.margins(y=0.01)
     axes.set_xlim(0, 1.8)
     axes.set_xlabel("time of a training step over that with PyTorch's norms; lower is better")
     devices = dict.fromkeys(result["environment"]["device"] for result in _of_steps(results))

@@ -48,7 +48,13 @@ LINEINFO = os.environ.get("LINEINFO", "0") not in ("", "0")
 DEBUG = os.environ.get("DEBUG", "0") not in ("", "0")
 SANITIZE = os.environ.get("SANITIZE", "0") not in ("", "0")
 STRICT = os.environ.get("FUSED_OP_STRICT", "0") not in ("", "0")
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+# Without those of every pointer: AddressSanitizer reports the access to a bad one, and compilation
+# takes two thirds of the time.
+POINTERS = "null,vptr,object-size,pointer-overflow,nonnull-attribute,returns-nonnull-attribute"
+SANITIZERS = [
+    *("-fsanitize=address,undefined", f"-fno-sanitize={POINTERS}"),
+    "-fno-sanitize-recover=undefined",
+]
 
 
 class Cuda(NamedTuple):

@@ -151,6 +151,86 @@ def test_sequence_parallel_training(ranks_2):
     ranks_2.run(check_training, (2,), ("tp",), tensor_parallel, by_sequence, ())
 
 
+class Branches(nn.Module):
+    """Two norms before one matrix, of which a call may leave out the second."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.first, self.second = FusedLayerNorm(WIDTH, **options), FusedRMSNorm(WIDTH, **options)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, both=True):
+        return self.linear(self.first(x) + (self.second(x) if both else 0))
+
+
+def gradients(model, batch, both, name="grad"):
+    """Of every parameter, 0 where it has none; those of norms by the given name."""
+    model(batch, both).square().mean().backward()
+    inner = getattr(model, "module", model)
+    kinds = {f"{norm}.weight" for norm in ("first", "second")} | {"first.bias"}
+    found = {
+        key: getattr(p, name if key in kinds else "grad") for key, p in inner.named_parameters()
+    }
+    return {key: torch.tensor(0.0) if g is None else g for key, g in found.items()}
+
+
+def check_unused_parameters(device, ranks_without):
+    """Some ranks leave out a norm: its gradient is the mean over all, with 0 of those ranks."""
+    torch.manual_seed(SEED)
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    model = Branches().to(device)
+    batches = torch.randn(size, 4, 6, WIDTH, device=device)
+    alone = [
+        gradients(copy.deepcopy(model), batch, i not in ranks_without)
+        for i, batch in enumerate(batches)
+    ]
+    ids = [rank] if device == "cuda" else None
+    together = DistributedDataParallel(model, device_ids=ids, find_unused_parameters=True)
+    found = gradients(together, batches[rank], rank not in ranks_without)
+    for key, gradient in found.items():
+        expected = sum(one[key].to(device) for one in alone) / size
+        assert_close(gradient, expected.expand_as(gradient), rtol=1e-4, atol=1e-6)
+
+
+def check_main_grads(device):
+    """DDP leaves the norms alone: their hooks sum main_grad over the ranks, as in Megatron-LM."""
+    torch.manual_seed(SEED)
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    model = Branches(fuse_wgrad_accumulation=True).to(device)
+    norms = {k: p for k, p in model.named_parameters() if not k.startswith("linear")}
+    for parameter in norms.values():
+        parameter.main_grad = torch.zeros_like(parameter)
+    batches = torch.randn(size, 4, 6, WIDTH, device=device)
+    plain = Branches().to(device)
+    plain.load_state_dict(model.state_dict())
+    alone = [gradients(copy.deepcopy(plain), batch, True) for batch in batches]
+
+    def reduce(parameter):
+        assert parameter.grad_added_to_main_grad
+        torch.distributed.all_reduce(parameter.main_grad)
+
+    for parameter in norms.values():
+        parameter.grad_added_to_main_grad = False
+        parameter.register_post_accumulate_grad_hook(reduce)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(norms))
+    together = DistributedDataParallel(model, device_ids=[rank] if device == "cuda" else None)
+    found = gradients(together, batches[rank], True, "main_grad")
+    for key, gradient in found.items():
+        scale = 1 if key in norms else size  # DDP takes the mean, the hook the sum
+        assert_close(gradient, sum(one[key] for one in alone) / scale, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks_without", [(), (1,), (0, 1)], ids=str)
+def test_unused_parameters(ranks_without, ranks_2):
+    """Catches a norm whose node DDP waits for, or whose gradient comes twice."""
+    ranks_2.run(check_unused_parameters, ranks_without)
+
+
+def test_main_grads(ranks_2):
+    """Catches a hook that runs before the sums are in main_grad."""
+    ranks_2.run(check_main_grads)
+
+
 @pytest.mark.slow
 def test_fsdp_with_sequence_parallel_training(ranks_4):
     names = ("dp", "tp")

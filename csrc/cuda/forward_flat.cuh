@@ -216,6 +216,14 @@ __device__ __forceinline__ Moments<A> careful_moments(const FlatSpan<Tile, T>& s
   return overflows ? scaled : moments;
 }
 
+// Whether both elements of a row of two equal its mean, which is then exact, although the moments
+// are not trusted(). Of 16-bit elements most warps have such a row. Where the mean is not tiny, no
+// square of a deviation vanishes.
+template <typename A>
+__device__ __forceinline__ bool is_constant(const Moments<A>& moments) {
+  return moments.second == A(0) && fabs(moments.mean) >= A(0x1p-39);
+}
+
 // grid: enough CTAs for all rows.
 template <typename Op, typename Tile>
 __global__ void __launch_bounds__(kFlatThreads, Tile::kCtasPerSm)
@@ -277,13 +285,27 @@ __global__ void __launch_bounds__(kFlatThreads, Tile::kCtasPerSm)
     const int row = Tile::template row<Row>(turn);
     OwnPacks<Tile, Row, kVectors> packs;
     load(row, packs);
-    const Moments<A> moments =
-        moments_of_threads<Norm, Tile::kCols % N == 0, Tile>(Tile::lane, packs, cols, A(1), false);
-    if (row >= rows || trusted(moments, cols)) {
-      finish(row, packs, moments, A(1));
+    // The element of one column is its own mean, unless it is not finite. All rows have the same
+    // rstd, which is computed once if no branch is around it: otherwise 4194304 rows of bf16 took
+    // 9.8 us, and a copy 5.5 (H200). What was not finite is NaN when it is read again, as before.
+    constexpr bool kItself = Tile::kCols == 1 && Norm::kCentered;
+    Moments<A> moments{};
+    bool trust;
+    if constexpr (kItself) {
+      A value[1];
+      to_values(packs[0][0], value);
+      moments.mean = A(0) + value[0];  // not -0
+      trust = value[0] - value[0] == A(0);
     } else {
-      untrusted |= 1u << turn;
+      moments = moments_of_threads<Norm, Tile::kCols % N == 0, Tile>(Tile::lane, packs, cols, A(1),
+                                                                     false);
+      trust = trusted(moments, cols) || (Tile::kCols == 2 && is_constant(moments));
     }
+    trust = trust || row >= rows;
+    if (kItself || trust) {
+      finish(row, packs, moments, A(1));
+    }
+    untrusted |= (trust ? 0u : 1u) << turn;
   }
 #pragma unroll 1
   for (int turn = 0; turn < Tile::kRows && __any_sync(kAllLanes, untrusted >> turn != 0); ++turn) {

@@ -115,6 +115,8 @@ def test_values(call):
 
 SPECIAL = [  # a kernel each with code of its own for rows whose moments it takes again
     Call(LN, 3, 8, special="constant"),
+    Call(LN, 1500, 1, "f32", special="constant", sms=2),
+    Call(LN, 900, 2, special="constant", sms=2),
     Call(LN, 301, 33, special="constant", sms=2),
     Call(LN, 301, 255, special="constant", sms=2),
     Call(LN, 85, 217, special="constant", pad=3, sms=3),
@@ -143,7 +145,15 @@ def test_rare_rows(call):
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    "call", [Call(RMS, 5, 24), Call(LN, 5, 1152, "f32"), Call(LN, 5, 20000, sms=2)], ids=str
+    "call",
+    [
+        Call(RMS, 5, 24),
+        Call(LN, 1500, 1, sms=2),
+        Call(LN, 900, 2, "f32", sms=2),
+        Call(LN, 5, 1152, "f32"),
+        Call(LN, 5, 20000, sms=2),
+    ],
+    ids=str,
 )
 def test_nan_stays_in_its_row(call):
     """Catches a lane that reads its neighbour's row, and a NaN that is lost."""
@@ -181,6 +191,9 @@ SAME = [  # the calls differ in what must not change a bit of a row
     (Call(LN, 6, 1024, "f16", params="f32"), {"shift": 1, "sms": 2}),
     (Call(LN, 6, 4100, "f32"), {"pad": 3, "backwards": True}),
     (Call(LN, 301, 33, sms=2), {"pad": 1}),
+    (Call(LN, 1500, 1, sms=2), {"pad": 1}),
+    (Call(LN, 900, 2, "f16", sms=2), {"pad": 1}),
+    (Call(LN, 900, 2, special="constant", sms=2), {"pad": 1}),
     (Call(RMS, 301, 60, "f16", params="f32", sms=2), {"sms": 132}),
     (Call(LN, 261, 31, "f32", sms=2, special="constant"), {"pad": 1}),
     (Call(LN, 6, 20000, residual="bf16"), {"shift": 4, "clusters": False}),

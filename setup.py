@@ -52,7 +52,8 @@ STRICT = os.environ.get("FUSED_OP_STRICT", "0") not in ("", "0")
 # takes two thirds of the time.
 POINTERS = "null,vptr,object-size,pointer-overflow,nonnull-attribute,returns-nonnull-attribute"
 SANITIZERS = [
-    *("-fsanitize=address,undefined", f"-fno-sanitize={POINTERS}"),
+    "-fsanitize=address,undefined",
+    f"-fno-sanitize={POINTERS}",
     "-fno-sanitize-recover=undefined",
 ]
 

@@ -216,12 +216,27 @@ __device__ __forceinline__ Moments<A> careful_moments(const FlatSpan<Tile, T>& s
   return overflows ? scaled : moments;
 }
 
-// Whether both elements of a row of two equal its mean, which is then exact, although the moments
-// are not trusted(). Of 16-bit elements most warps have such a row. Where the mean is not tiny, no
-// square of a deviation vanishes.
-template <typename A>
-__device__ __forceinline__ bool is_constant(const Moments<A>& moments) {
-  return moments.second == A(0) && fabs(moments.mean) >= A(0x1p-39);
+// Computes the moments of a row of which each thread has `packs`. Returns whether they are right;
+// otherwise the row is taken again.
+template <typename Norm, typename Tile, typename T, typename A>
+__device__ __forceinline__ bool flat_moments(const OwnPacks<Tile, T, Tile::kVectors>& packs,
+                                             Moments<A>& moments) {
+  constexpr A kCols = Tile::kCols;
+  if constexpr (Tile::kCols == 1 && Norm::kCentered) {
+    // The element is its own mean, unless it is not finite. That rstd is the same for all rows, the
+    // compiler can see: otherwise 4194304 rows of bf16 took 9.8 us, and a copy 5.5 (H200).
+    A value[1];
+    to_values(packs[0][0], value);
+    moments = {A(0) + value[0], A(0), A(0)};  // 0 instead of -0
+    return value[0] - value[0] == A(0);
+  } else {
+    constexpr bool kWhole = Tile::kCols % Tile::kPack == 0;
+    moments = moments_of_threads<Norm, kWhole, Tile>(Tile::lane, packs, kCols, A(1), false);
+    // Two elements that are equal have an exact mean. Of 16-bit elements most warps have such a
+    // row. Where the mean is not tiny, no square of a deviation vanishes.
+    const bool equal = moments.second == A(0) && fabs(moments.mean) >= A(0x1p-39);
+    return trusted(moments, kCols) || (Tile::kCols == 2 && equal);
+  }
 }
 
 // grid: enough CTAs for all rows.
@@ -285,24 +300,12 @@ __global__ void __launch_bounds__(kFlatThreads, Tile::kCtasPerSm)
     const int row = Tile::template row<Row>(turn);
     OwnPacks<Tile, Row, kVectors> packs;
     load(row, packs);
-    // The element of one column is its own mean, unless it is not finite. All rows have the same
-    // rstd, which is computed once if no branch is around it: otherwise 4194304 rows of bf16 took
-    // 9.8 us, and a copy 5.5 (H200). What was not finite is NaN when it is read again, as before.
-    constexpr bool kItself = Tile::kCols == 1 && Norm::kCentered;
-    Moments<A> moments{};
-    bool trust;
-    if constexpr (kItself) {
-      A value[1];
-      to_values(packs[0][0], value);
-      moments.mean = A(0) + value[0];  // not -0
-      trust = value[0] - value[0] == A(0);
-    } else {
-      moments = moments_of_threads<Norm, Tile::kCols % N == 0, Tile>(Tile::lane, packs, cols, A(1),
-                                                                     false);
-      trust = trusted(moments, cols) || (Tile::kCols == 2 && is_constant(moments));
-    }
-    trust = trust || row >= rows;
-    if (kItself || trust) {
+    Moments<A> moments;
+    const bool trust = flat_moments<Norm, Tile>(packs, moments) || row >= rows;
+    // A branch would keep the compiler from computing the rstd of single elements once. What is not
+    // finite is NaN when it is read again.
+    constexpr bool kSingle = Tile::kCols == 1 && Norm::kCentered;
+    if (kSingle || trust) {
       finish(row, packs, moments, A(1));
     }
     untrusted |= (trust ? 0u : 1u) << turn;

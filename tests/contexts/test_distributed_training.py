@@ -164,12 +164,12 @@ class Branches(nn.Module):
 
 
 def gradients(model, batch, both, name="grad"):
-    """Of every parameter, 0 where it has none; those of norms by the given name."""
+    """Of every parameter, 0 where it has none; `name` is the attribute of the norms' gradients."""
     model(batch, both).square().mean().backward()
     inner = getattr(model, "module", model)
-    kinds = {f"{norm}.weight" for norm in ("first", "second")} | {"first.bias"}
     found = {
-        key: getattr(p, name if key in kinds else "grad") for key, p in inner.named_parameters()
+        key: getattr(p, "grad" if key.startswith("linear") else name)
+        for key, p in inner.named_parameters()
     }
     return {key: torch.tensor(0.0) if g is None else g for key, g in found.items()}
 

@@ -43,7 +43,7 @@ class Call:
     backwards: bool = False  # the order in which threads run
     wanted: tuple[bool, bool, bool, bool] = (True, True, True, True)
     main_grads: bool = False
-    special: str = ""  # rows: all one number ("constant", "large"), or with a NaN in one ("nan")
+    special: str = ""  # rows: all one number ("constant", "large"), or one with "nan" or "infinite"
 
     def __str__(self) -> str:
         default = Call("", 0, 0)
@@ -88,11 +88,13 @@ def make_inputs(call: Call, values_of: Call) -> dict[str, Tensor | None]:
         values = torch.randn(shape, generator=g) * torch.randn(shape[0], 1, generator=g).exp2()
         values = (values + offset)[: call.rows]
         if call.special == "constant":
-            values.fill_(3)
+            values.fill_(1 / 3)  # whose sum is rounded
         elif call.special == "large":
             values.fill_(torch.finfo(dtype).max / 2)
         elif call.special == "nan":
             values[call.rows // 2, call.cols // 2] = torch.nan
+        elif call.special == "infinite":
+            values[call.rows // 2, call.cols // 2] = torch.inf
         if call.heads:
             return place_heads(values.to(dtype), call.heads)
         return place(values.to(dtype), shift, call.pad)

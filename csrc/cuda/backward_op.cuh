@@ -9,6 +9,7 @@
 #include "core/norm_args.h"
 #include "core/norm_math.h"
 #include "core/source.h"
+#include "cuda/backward_tile.h"
 
 namespace fused_op::cuda {
 
@@ -80,8 +81,9 @@ __device__ __forceinline__ std::int64_t rows_apart(const typename Op::Args& args
     return 1;
   }
 }
-template <typename Op>
-__device__ __forceinline__ std::int64_t first_row_of(const typename Op::Args& args, int team) {
+template <typename Op, typename Tile>
+__device__ __forceinline__ std::int64_t first_row_of(const typename Op::Args& args,
+                                                     const BackwardSteps& steps, int team) {
   if constexpr (Op::Epilogue::kGrouped) {
     const auto groups = static_cast<unsigned>(args.groups);
     const std::int64_t group = blockIdx.x % groups;
@@ -90,17 +92,20 @@ __device__ __forceinline__ std::int64_t first_row_of(const typename Op::Args& ar
       return group * args.modulation.rows_each + first;
     }
     return first * groups + group;
+  } else if (Tile::kTail && blockIdx.x >= steps.tail_cta) {
+    return steps.tail_row + (blockIdx.x - steps.tail_cta) * blockDim.y + team;
   } else {
     return static_cast<std::int64_t>(blockIdx.x) * blockDim.y + team;
   }
 }
-template <typename Op>
-__device__ __forceinline__ std::int64_t last_row_of(const typename Op::Args& args) {  // past it
+template <typename Op, typename Tile>
+__device__ __forceinline__ std::int64_t last_row_of(const typename Op::Args& args,
+                                                    const BackwardSteps& steps) {  // past it
   if constexpr (Op::Epilogue::kEntries) {
     const std::int64_t entry = blockIdx.x % static_cast<unsigned>(args.groups);
     return (entry + 1) * args.modulation.rows_each;
   } else {
-    return args.rows;
+    return Tile::kTail && blockIdx.x < steps.tail_cta ? steps.tail_row : args.rows;
   }
 }
 

@@ -277,7 +277,7 @@ __device__ __forceinline__ void take_rows(
   SavedStats<A> saved = saved_of(first_row);
   int parity = 0;
   // Teams past the last row take part, because the CTA has barriers.
-  const std::int64_t last_row = last_row_of<Op>(args);
+  const std::int64_t last_row = last_row_of<Op, Tile>(args, steps);
   for (std::int64_t row = first_row; row - place.team * rows_apart<Op>(args) < last_row;
        row += steps.rows) {
     const bool live = row < last_row;
@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   alignas(kStagedAlignment) extern __shared__ uint4 shared[];
   const int width = Tile::kWidth > 0 ? Tile::kWidth : static_cast<int>(args.cols);
   const BackwardPlace place = backward_place<Tile>();
-  const std::int64_t first_row = first_row_of<Op>(args, place.team);
+  const std::int64_t first_row = first_row_of<Op, Tile>(args, steps, place.team);
   if constexpr (!Op::Source::kAtTwoStrides) {
     prefetch_first_row<Op, Tile>(args, first_row, width, place);
   }

@@ -13,7 +13,7 @@ namespace fused_op::cuda {
 // neighbouring packs of kPack elements; each lane has every kLanes-th of them. The rows of a CTA
 // lie side by side.
 template <int kPack_, int kLanes_, int kVectors_, int kThreads_, int kCtasPerSm_, int kStages_,
-          bool kKeep_, bool kParametersStay_, int kWidth_, bool kFull_>
+          bool kKeep_, bool kParametersStay_, bool kTail_, int kWidth_, bool kFull_>
 struct BackwardTile {
   static constexpr int kPack = kPack_;
   static constexpr int kLanes = kLanes_;
@@ -25,8 +25,9 @@ struct BackwardTile {
   // reads x and dy from shared memory again.
   static constexpr bool kKeep = kKeep_;
   static constexpr bool kParametersStay = kParametersStay_;  // in registers; else in shared memory
-  static constexpr int kWidth = kWidth_;                     // columns; 0: known at run time
-  static constexpr bool kFull = kFull_;  // no lane has a pack past the end of a row
+  static constexpr bool kTail = kTail_;   // more CTAs process the last rows (see BackwardSteps)
+  static constexpr int kWidth = kWidth_;  // columns; 0: known at run time
+  static constexpr bool kFull = kFull_;   // no lane has a pack past the end of a row
 
   static constexpr int kStep = kLanes * kPack;
   static constexpr int kWarpCols = kStep * kVectors;
@@ -47,6 +48,9 @@ struct BackwardSteps {
   std::int64_t bytes[3];  // the same in bytes of x, dy and the third stream
   // Rows before this one end at least a block of 16 bytes before their tensors do.
   std::int64_t whole_rows;
+  // With a tail: its first row and its first CTA. It begins as soon as other CTAs have ended.
+  std::int64_t tail_row;
+  std::int64_t tail_cta;
 };
 
 // The shared memory, in bytes, that a group of lanes (those of a row that share a warp) needs for

@@ -18,7 +18,7 @@ const void* core_backward_kernel() {
   using Op = BackwardOp<Norm, Source, Epilogue, Vectors>;
   using Tile =
       BackwardTile<kPlan.pack, kPlan.lanes, kPlan.vectors, kPlan.most_threads, kPlan.ctas_per_sm,
-                   kPlan.stages, kPlan.keep, kPlan.parameters_stay, kPlan.width, kPlan.core>;
+                   kPlan.stages, kPlan.keep, kPlan.parameters_stay, false, kPlan.width, kPlan.core>;
   return reinterpret_cast<const void*>(&backward_kernel<Op, Tile>);
 }
 

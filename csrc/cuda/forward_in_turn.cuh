@@ -16,15 +16,16 @@ namespace fused_op::cuda {
 template <typename Tile>
 struct StagedParts {
   static constexpr int kPartBytes = Tile::kPartCols / Tile::kPack * kVectorBytes;
+  static constexpr int kStages = Tile::kAhead;  // rows in shared memory
 
   std::uint32_t held;         // address of stage 0 in shared memory
-  std::uint32_t arrivals;     // address of kInTurnStages mbarriers
+  std::uint32_t arrivals;     // address of kStages mbarriers
   std::uint32_t stage_bytes;  // bytes from one stage to the next
 
   __device__ __forceinline__ void begin() const {
     if (threadIdx.x % kWarpSize == 0) {
 #pragma unroll
-      for (int stage = 0; stage < kInTurnStages; ++stage) {
+      for (int stage = 0; stage < kStages; ++stage) {
         make_barrier(arrivals + stage * 8);
       }
       publish_barriers();
@@ -57,6 +58,20 @@ struct StagedParts {
         : "memory");
   }
 };
+
+// Prefetches the first `count` elements of a warp's part into the L2 cache, while the previous
+// kernel still runs.
+template <typename Tile, typename Row>
+__device__ __forceinline__ void prefetch_part(const Row* part, int count) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+#pragma unroll
+  for (int i = 0; i < Tile::kVectors; ++i) {
+    const int first = i * Tile::kStep + lane * Tile::kPack;
+    if (first < count) {
+      prefetch(part + first);
+    }
+  }
+}
 
 // This lane's packs of a stage. Each is read from shared memory when it is needed.
 template <typename Row, int N>
@@ -110,7 +125,7 @@ constexpr bool kTakenInTurn =
     sizeof(Pack<typename Op::Source::Row, Tile::kPack>) == kVectorBytes;
 
 // grid: clusters with as many CTAs as it takes to give each of them cta_parts parts of a row;
-// block: one warp for each part. Dynamic shared memory: kInTurnStages times these parts.
+// block: one warp for each part. Dynamic shared memory: kStages times these parts.
 template <typename Op, typename Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     forward_in_turn_kernel(const __grid_constant__ NormForwardArgs args, int cta_parts) {
@@ -122,25 +137,26 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   using A = Accumulator<Row>;
   using Staged = StagedParts<Tile>;
   constexpr int N = Tile::kPack;
+  constexpr int kStages = Staged::kStages;
   static_assert(kTakenInTurn<Op, Tile>, "a row is copied as it lies, and nothing beside it");
 
   const int thread = static_cast<int>(threadIdx.x);
   const int warp = thread / kWarpSize;
   const int ctas = static_cast<int>(cluster_size());
   const std::int64_t clusters = gridDim.x / ctas;
-  const int width = static_cast<int>(args.cols);
+  const int width = static_cast<int>(Tile::width(args.cols));
   const int row_parts = (width + Tile::kPartCols - 1) / Tile::kPartCols;
   const int part = static_cast<int>(cluster_rank()) * cta_parts + warp;
-  const int count = min(width - part * Tile::kPartCols, Tile::kPartCols);  // 0 or less: no part
+  const int count = Tile::part_width(part, width);
   // The lane is made where it is used. In registers of its own it makes LayerNorm spill.
-  using LaneOfPart = Lane<kWarpSize, Tile::kStep, 0, true>;
+  using LaneOfPart = Lane<kWarpSize, Tile::kStep, Tile::kSure, true>;
   const auto lane = [&] {
     return LaneOfPart{part * Tile::kPartCols + static_cast<int>(threadIdx.x % kWarpSize) * N,
-                      static_cast<int>(args.cols), true};
+                      static_cast<int>(Tile::width(args.cols)), true};
   };
 
   __shared__ std::uint64_t arrivals[kInTurnSlots];
-  __shared__ std::uint64_t copied[Tile::kThreads / kWarpSize * kInTurnStages];
+  __shared__ std::uint64_t copied[Tile::kThreads / kWarpSize * kStages];
   alignas(16) __shared__ WarpMoments<A> slots[kInTurnSlots * kMaxSlots];
   static_assert(sizeof(arrivals) + sizeof(copied) + sizeof(slots) <= kInTurnOwn);
   alignas(kStagedAlignment) extern __shared__ uint4 shared[];
@@ -149,18 +165,26 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
       slots, arrivals, row_parts, ctas, cluster_rows(args.rows, first_row, clusters)};
   exchange.begin();
   const Staged staged{shared_address(shared) + warp * Staged::kPartBytes,
-                      shared_address(copied + warp * kInTurnStages),
+                      shared_address(copied + warp * kStages),
                       static_cast<std::uint32_t>(cta_parts * Staged::kPartBytes)};
   staged.begin();
+  const auto part_of = [&](std::int64_t row) {
+    return Source(args, row).row() + part * Tile::kPartCols;
+  };
+#pragma unroll
+  for (int stage = 0; stage < kStages; ++stage) {
+    if (first_row + stage * clusters < args.rows) {
+      prefetch_part<Tile>(part_of(first_row + stage * clusters), count);
+    }
+  }
   await_kernels_before();
   const auto copy = [&](std::int64_t row, int stage) {
     if (row < args.rows && count > 0) {
-      const Row* const from = Source(args, row).row() + part * Tile::kPartCols;
-      staged.copy(stage, from, count * static_cast<int>(sizeof(Row)));
+      staged.copy(stage, part_of(row), count * static_cast<int>(sizeof(Row)));
     }
   };
 #pragma unroll
-  for (int stage = 0; stage < kInTurnStages; ++stage) {
+  for (int stage = 0; stage < kStages; ++stage) {
     copy(first_row + stage * clusters, stage);
   }
   typename Epilogue::template Parameters<N> parameters[Tile::kVectors];
@@ -181,10 +205,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   send(0, 0, 0);
   unsigned number = 0;  // counts the cluster's rows
   for (std::int64_t row = first_row; row < args.rows; row += clusters, ++number) {
-    const int stage = static_cast<int>(number % kInTurnStages);
+    const int stage = static_cast<int>(number % kStages);
     if (row + clusters < args.rows) {
       const unsigned next = number + 1;
-      send(next, static_cast<int>(next % kInTurnStages), next / kInTurnStages % 2);
+      send(next, static_cast<int>(next % kStages), next / kStages % 2);
     }
     WarpMoments<A>* const of_row = exchange.await(number);
     const Moments<A> moments = merge_slots<Norm, Tile>(of_row, width);
@@ -197,7 +221,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
           normalizer_of<Norm>(args, moments, A(1), reciprocal(static_cast<A>(width)), row, saves);
       write_held<Op, Tile>(args, row, lane(), parameters, held_in(stage), normalizer);
     }
-    copy(row + kInTurnStages * clusters, stage);
+    copy(row + kStages * clusters, stage);
   }
 #endif
 }

@@ -12,7 +12,6 @@ constexpr int kFlatThreads = 256;  // threads of a CTA of forward_flat_kernel
 constexpr int kMaxSlots = 256;
 
 // For long rows in turn:
-constexpr int kInTurnStages = 4;      // rows in shared memory
 constexpr int kInTurnSlots = 4;       // rows whose moments are being exchanged
 constexpr int kInTurnOwn = 18 << 10;  // bytes of shared memory for these moments and for barriers
 

@@ -97,6 +97,7 @@ KeyBits& KeyBits::add(const ForwardPlan& plan) {
       .add(plan.words, 1)
       .add(bits(plan.flat_threads), 6)
       .add(bits(plan.flat_rows), 6)
+      .add(bits(plan.vector_rows), 4)
       .add(bits(plan.most_threads), 10)
       .add(bits(plan.ctas_per_sm), 6)
       .add(bits(plan.width), 20);

@@ -24,6 +24,7 @@ KernelKey key_of(const BackwardSpec& spec, const BackwardPlan& plan) {
       .add(bits(plan.move), 2)
       .add(bits(plan.width), 32)
       .add(plan.core, 1)
+      .add(plan.tail_ctas > 0, 1)
       .key();
 }
 KernelKey key_of(const BackwardSpec& spec, const BackwardFewPlan& plan) {
@@ -85,7 +86,8 @@ void launch_rows(const NormBackwardArgs& args, const BackwardSpec& spec, Backwar
   // The step from one row of a team to the next. With shared entries, it stays within the entry of
   // the CTA.
   const bool shares_entries = spec.variant != nullptr && spec.variant->shares_entries;
-  const std::int64_t rows = plan.ctas / (shares_entries ? groups_of(spec) : 1) * plan.side_by_side;
+  const std::int64_t ctas = (plan.ctas - plan.tail_ctas) / (shares_entries ? groups_of(spec) : 1);
+  const std::int64_t rows = ctas * plan.side_by_side;
   const auto bytes = [&](const ConstRows& of) { return rows * of.stride * size_of(of.dtype); };
   const bool beside = spec.variant != nullptr && spec.variant->beside.data != nullptr;
   const ConstRows& third = beside ? spec.variant->beside : args.grad_sum;
@@ -94,7 +96,9 @@ void launch_rows(const NormBackwardArgs& args, const BackwardSpec& spec, Backwar
       (plan.stages - 1) * rows,
       {bytes(args.x), bytes(args.grad_output), bytes(third)},
       std::min({rows_before_end(args.x, args.rows), rows_before_end(args.grad_output, args.rows),
-                rows_before_end(third, args.rows)})};
+                rows_before_end(third, args.rows)}),
+      plan.tail_row,
+      plan.ctas - plan.tail_ctas};
   const void* const partials = adder != nullptr ? args.workspace : nullptr;
   const cudaError_t status = launch(kernel,
                                     {.grid = dim3(static_cast<unsigned>(plan.ctas)),

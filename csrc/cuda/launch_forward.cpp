@@ -19,13 +19,19 @@ KernelKey key_of(const ForwardSpec& spec, const LongForwardPlan& plan) {
       .add(bits(plan.ahead), 3)
       .add(bits(plan.most_threads), 10)
       .add(bits(plan.ctas_per_sm), 3)
+      .add(bits(plan.row_parts), 9)
       .key();
 }
 
 // A streamed kernel takes only the first argument. Returns false if there is no room for a cluster.
-bool launch_long(const NormForwardArgs& args, const ForwardSpec& spec, const LongForwardPlan& plan,
+bool launch_long(const NormForwardArgs& args, const ForwardSpec& spec, LongForwardPlan plan,
                  const DeviceInfo& device, cudaStream_t stream) {
-  const Kernel& kernel = require_kernel(key_of(spec, plan), device, [&] {
+  KernelKey key = key_of(spec, plan);
+  if (plan.row_parts > 0 && has_too_many_kernels(key, device)) {
+    plan.row_parts = 0;
+    key = key_of(spec, plan);
+  }
+  const Kernel& kernel = require_kernel(key, device, [&] {
     return KernelSource{.header = header_of(plan),
                         .name = kernel_name(spec, plan),
                         .structs = structs_of(spec.variant)};

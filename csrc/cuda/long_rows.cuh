@@ -19,18 +19,30 @@ namespace fused_op::cuda {
 
 // A part is kVectors packs of kPack elements in each lane of a warp, neighbouring lanes' packs side
 // by side. A warp has kParts neighbouring parts at a time.
-template <int kPack_, int kVectors_, int kParts_, int kAhead_, int kThreads_, int kCtasPerSm_>
+template <int kPack_, int kVectors_, int kParts_, int kAhead_, int kThreads_, int kCtasPerSm_,
+          int kRowParts_>
 struct LongTile {
   static constexpr int kPack = kPack_;
   static constexpr int kVectors = kVectors_;
   static constexpr int kParts = kParts_;
-  static constexpr int kAhead = kAhead_;      // packs of parameters in flight
+  static constexpr int kAhead = kAhead_;      // packs of parameters in flight; in turn: rows
   static constexpr int kThreads = kThreads_;  // of a CTA, at most
   static constexpr int kCtasPerSm = kCtasPerSm_;
 
   static constexpr int kStep = kWarpSize * kPack;
   static constexpr int kPartCols = kStep * kVectors;
   static constexpr int kPacks = kVectors * kParts;  // of a lane
+
+  // Parts of a row, if each warp has kParts of them and all are whole; 0: known at run time.
+  static constexpr int kRowParts = kRowParts_;
+  static constexpr int kSure = kRowParts > 0 ? kPacks : 0;  // packs inside the row
+  __device__ __forceinline__ static std::int64_t width(std::int64_t cols) {
+    return kRowParts > 0 ? kRowParts * kPartCols : cols;
+  }
+  // Elements of a part; 0 or less: there is no such part.
+  __device__ __forceinline__ static int part_width(int part, int width) {
+    return kRowParts > 0 ? kPartCols : min(width - part * kPartCols, kPartCols);
+  }
 };
 
 // The packs of one lane, in a row of any length: like Lane of access.cuh.
@@ -136,7 +148,7 @@ __device__ __forceinline__ WarpMoments<A> moments_of_part(const Lane& lane, cons
 // The moments of a row from those of its parts; valid in every lane.
 template <typename Norm, typename Tile, typename A>
 __device__ __forceinline__ Moments<A> merge_slots(const WarpMoments<A>* slots, std::int64_t width) {
-  const std::int64_t parts = (width + Tile::kPartCols - 1) / Tile::kPartCols;
+  const std::int64_t parts = (Tile::width(width) + Tile::kPartCols - 1) / Tile::kPartCols;
   const int count = parts < kMaxSlots ? static_cast<int>(parts) : kMaxSlots;
   return merge_parts<Norm::kCentered, kMaxSlots>(slots, count, reciprocal(static_cast<A>(width)));
 }

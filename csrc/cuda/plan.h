@@ -82,14 +82,16 @@ struct ForwardPlan {
   bool words;        // rows move by words, because of their addresses or their length
   int flat_threads;  // of a row in forward_flat_kernel
   int flat_rows;     // that these take in turn; 0: forward_kernel
+  int vector_rows;   // in a vector, which a thread takes at once in registers; 0: it does not
   int threads;       // of a CTA
   std::int64_t ctas;
 };
 
 // Where the rows of a call lie.
 struct RowPlaces {
-  bool aligned;   // each row begins at an address of whole vectors
-  bool one_span;  // the rows of the input are contiguous, from a multiple of 16 bytes on
+  bool aligned;        // each row begins at an address of whole vectors
+  bool one_span;       // the rows of the input are contiguous, from a multiple of 16 bytes on
+  bool saves = false;  // their statistics are stored
 };
 RowPlaces places_of(const NormForwardArgs& args, const ForwardSpec& spec);
 
@@ -137,6 +139,7 @@ struct LongForwardPlan {
   int ahead;
   int most_threads;  // of a CTA
   int ctas_per_sm;
+  int row_parts;  // a constant of the kernel; 0: known at run time
 
   LongForm form;
   bool words;
@@ -203,8 +206,10 @@ struct BackwardPlan {
 
   Move move;
   int row_threads;
-  int side_by_side;   // rows of a CTA
-  std::int64_t ctas;  // also the rows of partial sums
+  int side_by_side;        // rows of a CTA
+  std::int64_t ctas;       // also the rows of partial sums
+  std::int64_t tail_ctas;  // of these, for the rows from tail_row on; 0: there is no tail
+  std::int64_t tail_row;
   std::int64_t shared_bytes;
   std::int64_t partials_bytes;  // 0: there is one CTA, and its sums are the gradients
 };

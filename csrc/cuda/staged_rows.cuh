@@ -230,7 +230,7 @@ class StagedRows {
     Stream<kStream>::copy(lane_, lane_of_row_, whole, part_of<kStream>(to), ahead_[kStream]);
   }
   __device__ __forceinline__ void copy(std::int64_t row, std::uint32_t to) {
-    if (row < last_row_of<Op>(args_)) {
+    if (row < last_row_of<Op, Tile>(args_, steps_)) {
       const bool whole = row < steps_.whole_rows;
       copy_stream<0>(whole, to);
       copy_stream<1>(whole, to);

@@ -81,7 +81,8 @@ const char* broken_layout(const BackwardSpec& spec, const BackwardPlan& plan, co
   if (plan.row_threads != warps * plan.lanes || (plan.lanes < 32 && warps != 1)) return "warps";
   if (warps * warp_cols < call.cols) return "a row is not covered";
   if ((warps - 1) * warp_cols >= call.cols) return "an empty warp";
-  if (plan.width != call.cols && !is_core(spec, plan, call)) return "width";
+  const bool told_at_run_time = plan.width == 0 && spec.drops_input && plan.vectors > 1;
+  if (plan.width != call.cols && !told_at_run_time && !is_core(spec, plan, call)) return "width";
   const bool whole = call.cols % plan.pack == 0 && plan.pack * widest_stream(spec) <= 16;
   if (plan.move == Move::kVectors && !whole) return "vectors";
   const bool odd = call.cols % unit(spec) != 0 && call.move == Move::kVectors;
@@ -105,9 +106,17 @@ const char* broken_launch(const BackwardSpec& spec, const BackwardPlan& plan, co
   if (plan.shared_bytes < staged) return "shared memory that rows do not fit into";
   if (plan.shared_bytes * plan.ctas_per_sm > most_dynamic_shared(device)) return "shared memory";
   const std::int64_t most_ctas = std::int64_t{device.multiprocessors} * plan.ctas_per_sm;
-  if (plan.ctas < 1 || plan.ctas > most_ctas) return "CTAs";
-  if ((plan.ctas - 1) * plan.side_by_side >= call.rows) return "an empty CTA";
-  if (plan.ctas < most_ctas && plan.ctas * plan.side_by_side < call.rows) return "an idle SM";
+  const std::int64_t ctas = plan.ctas - plan.tail_ctas;
+  const std::int64_t step = ctas * plan.side_by_side;
+  if (ctas < 1 || ctas > most_ctas) return "CTAs";
+  if (step - plan.side_by_side >= call.rows) return "an empty CTA";
+  if (ctas < most_ctas && step < call.rows) return "an idle SM";
+  if (plan.tail_ctas > 0) {
+    if (plan.tail_ctas != ctas) return "CTAs of the tail";
+    if (plan.tail_row % step != 0 || plan.tail_row >= call.rows) return "where the tail begins";
+    if (plan.tail_row + 2 * step > call.rows) return "a tail of few rows";
+    if (call.rows - plan.tail_row > call.rows / 20 + 2 * step) return "a long tail";
+  }
   const int grads = spec.norm == NormKind::kLayerNorm ? 2 : 1;
   const bool partials = call.wants_sums && (plan.ctas > 1 || call.adds_sums);
   const std::int64_t bytes =
@@ -127,7 +136,8 @@ const char* broken_rule(const BackwardSpec& spec, const BackwardFewPlan& plan,
   }
   const int threads = plan.row_threads * plan.side_by_side;
   if (threads < 32 || threads > 512 || threads % 32 != 0) return "threads of few rows";
-  const std::int64_t busy = (8 * call.rows + 31) / 32 * 32;  // that have a row of a slab
+  const std::int64_t busy = std::max<std::int64_t>(
+      128, (8 * call.rows + 31) / 32 * 32);  // that store a sum, or have a row of a slab
   if (threads < busy && threads + plan.row_threads <= 256) return "rows that wait for others";
   if (threads - plan.row_threads >= busy) return "idle threads";
   if (plan.lanes < 32 && plan.row_threads != plan.lanes) return "rows that share a warp";

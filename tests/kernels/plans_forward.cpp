@@ -43,6 +43,10 @@ const char* broken_rule(const ForwardSpec& spec, const ForwardPlan& plan, std::i
     if (threads > 32 || plan.flat_rows > 32 || plan.threads != 256) return "flat rows";
     if (cols > (plan.pack * size_of(spec.row) == 16 ? 48 : 256)) return "flat rows";
     if (plan.ctas_per_sm < 1 || plan.ctas_per_sm > 5) return "CTAs of an SM";
+    if (plan.vector_rows > 0) {
+      if (plan.vector_rows * bytes != 16 || plan.flat_threads > 1) return "rows of a vector";
+      if (plan.flat_rows % plan.vector_rows != 0) return "a vector in part";
+    }
     if (cta_rows * bytes > 32 << 10) return "shared memory of flat rows";
     if (cta_rows * bytes % 16 != 0) return "the first row of a CTA";
     if (plan.ctas * cta_rows < rows || (plan.ctas - 1) * cta_rows >= rows) return "CTAs";
@@ -88,7 +92,7 @@ void check(const ForwardSpec& spec, std::int64_t cols) {
     device.multiprocessors = kSms[turn];
     for (const std::int64_t rows : kRows) {
       for (const int place : {0, 1, 2, 3}) {
-        const RowPlaces places{place % 2 == 0, place < 2};
+        const RowPlaces places{place % 2 == 0, place < 2, (rows + place) % 2 == 0};
         const ForwardPlan plan = plan_forward(spec, rows, cols, places, device);
         if (first.lanes == 0) first = plan;
         ++counts.walked;
@@ -142,6 +146,11 @@ const char* broken_layout(const ForwardSpec& spec, const LongForwardPlan& plan, 
   if (plan.pack != first.pack || plan.vectors != first.vectors) {
     return "the part of an element depends on rows, device or addresses";
   }
+  if (plan.row_parts > 0) {
+    const std::int64_t part = std::int64_t{32} * plan.pack * plan.vectors;
+    if (plan.form != LongForm::kInTurn || plan.words) return "whole parts";
+    if (plan.row_parts * part != cols || plan.row_parts % plan.cta_parts != 0) return "whole parts";
+  }
   return nullptr;
 }
 
@@ -170,7 +179,8 @@ const char* broken_launch(const ForwardSpec& spec, const LongForwardPlan& plan, 
   // Static shared memory holds the moments of the parts, and barriers.
   const int slot_bytes = spec.row == DType::kFloat64 ? 32 : 16;
   if (plan.form == LongForm::kInTurn) {
-    const std::int64_t staged = 4 * plan.cta_parts * part_cols * size_of(spec.row);
+    const std::int64_t staged =
+        std::int64_t{plan.ahead} * plan.cta_parts * part_cols * size_of(spec.row);
     if (spec.adds || plan.words || plan.parts != 1) return "rows that cannot come in turn";
     if (plan.shared_bytes != staged) return "shared memory that rows do not fit into";
     if (staged + 4 * 256 * slot_bytes + 1024 > device.shared_bytes) return "shared memory";

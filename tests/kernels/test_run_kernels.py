@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.kernels import interpreter
-from tests.kernels.run_call import Call, errors, run
+from tests.kernels.interpreter import Gpu
+from tests.kernels.run_call import EPS, Call, errors, run
 
 needs_interpreter = pytest.mark.skipif(
     bool(interpreter.why_not()), reason=f"no interpreter: {interpreter.why_not()}"
@@ -83,6 +84,9 @@ CALLS = [
     Call(RMS, 33, 6144, "f64", sms=2),
     Call(LN, 33, 12288, "f32", sms=2, efficient=True),
     Call(RMS, 33, 16384, "f16", params="f32", out="f32", sms=2),
+    # The last rows are left to more CTAs.
+    Call(LN, 259, 5120, sms=3),
+    Call(RMS, 110, 5120, "f32", sms=1, backwards=True),
     # Rows at two strides.
     Call(LN, 24, 64, heads=4),
     Call(RMS, 600, 128, "f32", heads=3, sms=2),
@@ -141,6 +145,37 @@ def test_rare_rows(call):
     if not call.residual:  # two values that are the same, and vary by a rounding of their sum
         bad = {name: e for name, e in errors(call).items() if not e <= 1 and "grad" not in name}
         assert not bad, f"error as a multiple of the tolerance: {bad}"
+
+
+UNSAVED = [  # a thread takes the rows of whole vectors in registers, if it saves no statistics
+    Call(LN, 8197, 1, sms=1),
+    Call(RMS, 8203, 1, "f16", params="f32", rounding="before_weight", sms=1, backwards=True),
+    Call(LN, 4099, 1, "f32", special="infinite", sms=1),
+    Call(LN, 4099, 2, sms=1),
+    Call(LN, 4097, 2, special="constant", sms=1),
+    Call(LN, 2053, 2, "f32", sms=1),
+    Call(RMS, 2051, 2, "f32", special="large", sms=1),
+    Call(LN, 2049, 4, "f16", weight=False, special="constant", sms=1),
+    Call(RMS, 1030, 4, "f32", special="nan", sms=1, backwards=True),
+    Call(LN, 1100, 8, special="constant", sms=1),
+    Call(RMS, 1033, 8, "f16", sms=1),
+]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("call", UNSAVED, ids=str)
+def test_without_statistics(call):
+    """Catches an output that depends on whether statistics are saved; rows that are left out."""
+    saving = run(call)
+    inputs = saving.inputs
+    gpu = Gpu(call.sms, call.clusters, call.backwards)
+    output, _, _ = gpu.forward(
+        norm=call.norm, input=inputs["input"], weight=inputs["weight"], bias=inputs["bias"],
+        eps=EPS, rounding=call.rounding, output_dtype=call.type_of("out"), save_stats=False,
+    )  # fmt: skip
+    assert gpu.launches[0].kernel != saving.launches[0].kernel
+    assert torch.equal(output.nan_to_num(0.5), saving.tensors["output"].nan_to_num(0.5))
+    assert torch.equal(output.isnan(), saving.tensors["output"].isnan())
 
 
 @needs_interpreter

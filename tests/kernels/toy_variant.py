@@ -49,7 +49,14 @@ BackwardArgs = struct(
     ("grad_residual", Rows), ("grad_weight", Pointer), ("grad_bias", Pointer), ("add_grads", Bool),
     ("x_is_output", Bool), ("workspace", Pointer), ("dropout", Dropout), ("drops_input", Bool),
 )  # fmt: skip
-Steps = struct(("rows", I64), ("ahead", I64), ("bytes", I64 * 3), ("whole_rows", I64))
+Steps = struct(
+    ("rows", I64),
+    ("ahead", I64),
+    ("bytes", I64 * 3),
+    ("whole_rows", I64),
+    ("tail_row", I64),
+    ("tail_cta", I64),
+)
 Targets = struct(("data", Pointer * 2), ("add", Bool))
 IN_CPP = {
     "NormForwardArgs": ForwardArgs,

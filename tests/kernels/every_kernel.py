@@ -213,7 +213,7 @@ def planned(pair: Pair, gpu: Gpu, portable: bool = False) -> list[Call]:
 KERNEL = re.compile(r"fused_op::cuda::(\w+)<(?:fused_op::cuda::\w+Op<(.*)>, .*Tile<(.*)>|(.*))>$")
 TYPE = re.compile(r"fused_op::B?Float16|float|double")
 # Of the arguments of a tile, those that only bound registers, a tail (which takes many rows), and
-# the width.
+# the width, or the parts of a row.
 BOUNDS = {
     "forward_kernel": (5, 6, 7),
     "forward_flat_kernel": (5, 6),
@@ -237,8 +237,6 @@ def traits(name: str, cols: int) -> set[Trait]:
     told = tuple(v for i, v in enumerate(arguments) if i not in BOUNDS.get(kernel, ()))
     access = op.rpartition("::")[2]
     scope = ""
-    if kernel == "forward_in_turn_kernel":  # whether it knows how many parts a row has
-        scope = "whole" if arguments[6] != "0" else ""
     if kernel in ("forward_kernel", "backward_kernel", "backward_few_kernel"):
         pack, lanes, vectors = map(int, arguments[:3])
         scope = "lanes" if lanes < 32 else "warp" if cols <= 32 * vectors * pack else "warps"

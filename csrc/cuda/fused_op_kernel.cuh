@@ -7,6 +7,7 @@
 //   forward_layout.h          constants that plans and kernels of forward share
 //   forward_rows.cuh          forward_kernel
 //   forward_post_add_pre.cuh  the same, with a norm and an addition before it
+//   flat_span.cuh             which short rows a thread has in a span of memory
 //   forward_flat.cuh          forward_flat_kernel: short rows in one span
 //   quantize_pack.cuh         how packs of an output become 8 bits: quantized_plan.h
 //   forward_quantized.cuh     forward_kernel with an output in 8 bits

@@ -103,6 +103,11 @@ class FlatRows {
   using Epilogue = typename Op::Epilogue;
   static constexpr int N = Tile::kPack;
   static constexpr int kVectors = Tile::kVectors;
+  // Whether a row is stored even if its moments are not trusted. A branch would keep rows in
+  // registers apart, and the rstd of single elements from being computed once. Rows in registers
+  // are read again from global memory; a single element that is not finite is NaN by then.
+  static constexpr bool kInRegisters = Tile::kVectorRows > 0;
+  static constexpr bool kAlwaysStored = kInRegisters || (Tile::kCols == 1 && Norm::kCentered);
 
  public:
   using Row = typename Op::Source::Row;
@@ -136,32 +141,30 @@ class FlatRows {
   __device__ __forceinline__ bool is_there(int row) const { return row < count_; }
 
   // Computes the CTA's row number `row`, which is number `at` of the spans. Returns whether its
-  // moments are trusted. If not, it is stored only if kAlways.
-  template <bool kAlways>
+  // moments are trusted. If not, it has to be taken again.
   __device__ __forceinline__ bool take(const Source& from, const Target& to, int at,
                                        int row) const {
     OwnPacks<Tile, Row, kVectors> packs;
     load(from, at, packs);
     Moments<A> moments;
     const bool trust = flat_moments<Norm, Tile>(packs, moments) || !is_there(row);
-    if (kAlways || trust) {
+    if (kAlwaysStored || trust) {
       finish(to, at, row, packs, moments, A(1));
     }
     return trust;
   }
 
-  // Computes a row that is left, because its moments were not trusted, or with kMayTrust for
-  // another reason. All lanes of a warp call it, because they take part in its sums; those with
-  // `wanted` store their row.
-  template <bool kMayTrust>
+  // Computes a row that is left, because its moments were not trusted, or in registers because its
+  // vector is not whole. All lanes of a warp call it, because they take part in its sums; those
+  // with `wanted` store their row.
   __device__ __forceinline__ void take_again(const Source& from, const Target& to, int row,
                                              bool wanted) const {
-    static_assert(!kMayTrust || Tile::kThreads == 1, "lanes decide for themselves");
+    static_assert(!kInRegisters || Tile::kThreads == 1, "lanes decide for themselves");
     OwnPacks<Tile, Row, kVectors> packs;
     load(from, row, packs);
     Moments<A> moments;
     A scale = 1;
-    if (!kMayTrust || !flat_moments<Norm, Tile>(packs, moments)) {
+    if (!kInRegisters || !flat_moments<Norm, Tile>(packs, moments)) {
       moments = careful_moments<Norm>(from, row, scale);
     }
     __syncwarp();  // all lanes have read what is overwritten now
@@ -180,8 +183,8 @@ class FlatRows {
   __device__ __forceinline__ void finish(const Target& to, int at, int row,
                                          const OwnPacks<Tile, Row, kVectors>& packs,
                                          const Moments<A>& moments, A scale) const {
-    const bool saves = Tile::kVectorRows == 0 && is_there(row) &&
-                       static_cast<int>(threadIdx.x) % Tile::kThreads == 0;
+    const bool saves =
+        !kInRegisters && is_there(row) && static_cast<int>(threadIdx.x) % Tile::kThreads == 0;
     const Normalizer<A> normalizer = normalizer_of<Norm>(
         args_, moments, scale, reciprocal(static_cast<A>(Tile::kCols)), first_ + row, saves);
     Tile::each_pack([&](int own, int i, const typename Tile::RowLane& lane) {
@@ -228,8 +231,7 @@ struct FlatVectors {
   }
 
   // Computes all rows of whole vectors, and stores them. Returns those that are left, a bit for
-  // each turn: their moments are not trusted, or their vector is not whole. (The former are stored
-  // too: a branch around the end of each row would keep the rows of a vector apart.)
+  // each turn: their moments are not trusted, or their vector is not whole.
   __device__ __forceinline__ unsigned take(const uint4* from, uint4* to) const {
     uint4 in[kCount];
 #pragma unroll
@@ -244,7 +246,7 @@ struct FlatVectors {
       unsigned untrusted = 0;
 #pragma unroll
       for (int k = 0; k < kOfVector; ++k) {
-        const bool trust = rows.template take<true>({&in[i]}, {&out}, k, row(i * kOfVector + k));
+        const bool trust = rows.take({&in[i]}, {&out}, k, row(i * kOfVector + k));
         untrusted |= (trust ? 0u : 1u) << k;
       }
       left |= (is_whole(i) ? untrusted : kAll) << (i * kOfVector);
@@ -266,7 +268,7 @@ __device__ __forceinline__ void forward_flat_vectors(FlatRows<Op, Tile>& rows) {
   for (int turn = 0; turn < Tile::kRows && __any_sync(kAllLanes, left >> turn != 0); ++turn) {
     const int row = vectors.row(turn);
     const bool wanted = rows.is_there(row) && (left >> turn & 1u) != 0;
-    rows.template take_again<true>({from}, {to}, wanted ? row : 0, wanted);
+    rows.take_again({from}, {to}, wanted ? row : 0, wanted);
   }
 }
 
@@ -282,22 +284,19 @@ __device__ __forceinline__ void forward_flat_rows(FlatRows<Op, Tile>& rows) {
   source.read(rows.input(), rows.elements());
   rows.load_parameters();
   __syncthreads();
-  // A branch would keep the compiler from computing the rstd of single elements once. What is not
-  // finite is NaN when it is read again.
-  constexpr bool kSingle = Tile::kCols == 1 && Op::Norm::kCentered;
   // Rows past the last one, taken a second time, made 63 columns take 10.2 us at 16897 rows and 5.8
   // us at 33792 (bf16, H200).
   unsigned untrusted = 0;  // one bit for each turn
 #pragma unroll kOverlap
   for (int turn = 0; turn < Tile::kRows; ++turn) {
     const int row = Tile::template row<Row>(turn);
-    const bool trust = rows.template take<kSingle>(source, target, row, row);
+    const bool trust = rows.take(source, target, row, row);
     untrusted |= (trust ? 0u : 1u) << turn;
   }
 #pragma unroll 1
   for (int turn = 0; turn < Tile::kRows && __any_sync(kAllLanes, untrusted >> turn != 0); ++turn) {
     const int row = Tile::template row<Row>(turn);
-    rows.template take_again<false>(source, target, row, (untrusted >> turn & 1u) != 0);
+    rows.take_again(source, target, row, (untrusted >> turn & 1u) != 0);
   }
   __syncthreads();
   target.write(rows.output(), rows.elements());

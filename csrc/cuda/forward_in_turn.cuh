@@ -59,18 +59,34 @@ struct StagedParts {
   }
 };
 
-// Prefetches the first `count` elements of a warp's part into the L2 cache, while the previous
-// kernel still runs.
-template <typename Tile, typename Row>
-__device__ __forceinline__ void prefetch_part(const Row* part, int count) {
+// Prefetches what the warp copies first into the L2 cache, while the previous kernel still runs:
+// `count` elements of its part of each row.
+template <typename Op, typename Tile>
+__device__ __forceinline__ void prefetch_first_rows(const NormForwardArgs& args,
+                                                    std::int64_t first_row, std::int64_t clusters,
+                                                    int part, int count) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
 #pragma unroll
-  for (int i = 0; i < Tile::kVectors; ++i) {
-    const int first = i * Tile::kStep + lane * Tile::kPack;
-    if (first < count) {
-      prefetch(part + first);
+  for (int stage = 0; stage < StagedParts<Tile>::kStages; ++stage) {
+    const std::int64_t row = first_row + stage * clusters;
+    if (row < args.rows) {
+      const auto* const from = typename Op::Source(args, row).row() + part * Tile::kPartCols;
+#pragma unroll
+      for (int i = 0; i < Tile::kVectors; ++i) {
+        const int first = i * Tile::kStep + lane * Tile::kPack;
+        if (first < count) {
+          prefetch(from + first);
+        }
+      }
     }
   }
+}
+
+template <typename Tile>
+__device__ __forceinline__ Lane<kWarpSize, Tile::kStep, Tile::kSure, true> lane_in_turn(
+    int part, std::int64_t cols) {
+  const int lane = static_cast<int>(threadIdx.x % kWarpSize);
+  return {part * Tile::kPartCols + lane * Tile::kPack, static_cast<int>(Tile::width(cols)), true};
 }
 
 // This lane's packs of a stage. Each is read from shared memory when it is needed.
@@ -149,11 +165,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   const int part = static_cast<int>(cluster_rank()) * cta_parts + warp;
   const int count = Tile::part_width(part, width);
   // The lane is made where it is used. In registers of its own it makes LayerNorm spill.
-  using LaneOfPart = Lane<kWarpSize, Tile::kStep, Tile::kSure, true>;
-  const auto lane = [&] {
-    return LaneOfPart{part * Tile::kPartCols + static_cast<int>(threadIdx.x % kWarpSize) * N,
-                      static_cast<int>(Tile::width(args.cols)), true};
-  };
+  const auto lane = [&] { return lane_in_turn<Tile>(part, args.cols); };
 
   __shared__ std::uint64_t arrivals[kInTurnSlots];
   __shared__ std::uint64_t copied[Tile::kThreads / kWarpSize * kStages];
@@ -168,19 +180,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
                       shared_address(copied + warp * kStages),
                       static_cast<std::uint32_t>(cta_parts * Staged::kPartBytes)};
   staged.begin();
-  const auto part_of = [&](std::int64_t row) {
-    return Source(args, row).row() + part * Tile::kPartCols;
-  };
-#pragma unroll
-  for (int stage = 0; stage < kStages; ++stage) {
-    if (first_row + stage * clusters < args.rows) {
-      prefetch_part<Tile>(part_of(first_row + stage * clusters), count);
-    }
-  }
+  prefetch_first_rows<Op, Tile>(args, first_row, clusters, part, count);
   await_kernels_before();
   const auto copy = [&](std::int64_t row, int stage) {
     if (row < args.rows && count > 0) {
-      staged.copy(stage, part_of(row), count * static_cast<int>(sizeof(Row)));
+      const Row* const from = Source(args, row).row() + part * Tile::kPartCols;
+      staged.copy(stage, from, count * static_cast<int>(sizeof(Row)));
     }
   };
 #pragma unroll

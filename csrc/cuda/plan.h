@@ -87,7 +87,7 @@ struct ForwardPlan {
   std::int64_t ctas;
 };
 
-// Where the rows of a call lie.
+// Where the rows of a call lie, and whether something is stored for each of them.
 struct RowPlaces {
   bool aligned;        // each row begins at an address of whole vectors
   bool one_span;       // the rows of the input are contiguous, from a multiple of 16 bytes on

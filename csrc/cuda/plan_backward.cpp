@@ -334,7 +334,7 @@ void lay_rows(BackwardPlan& plan, const BackwardSpec& spec, std::int64_t rows, s
 // If more bytes than this are on their way to an SM of an H200, the SMs near one half of the L2
 // cache get ahead of the others, by up to a tenth. Which half it is changes from call to call.
 constexpr std::int64_t kFairBytes = 72 << 10;
-constexpr std::int64_t kFewestTailSteps = 40;  // of a call: two of them are the tail
+constexpr std::int64_t kTailShare = 20;  // the tail is one row of so many
 
 // Leaves the last twentieth of the rows to as many CTAs again, which the SMs that are ahead run.
 // us without and with them: LayerNorm 207 198 at 26214x5120, RMSNorm 216 202 at 9709x13824; but 192
@@ -346,8 +346,8 @@ void leave_tail(BackwardPlan& plan, const BackwardSpec& spec, std::int64_t rows,
   const std::int64_t in_flight = (plan.stages - 1) * plan.side_by_side * cols *
                                  (size_of(read_as_x(spec)) + size_of(spec.grad_output));
   const std::int64_t step = plan.ctas * plan.side_by_side;
-  if (plain && device.fast_memory && in_flight > kFairBytes && rows >= kFewestTailSteps * step) {
-    plan.tail_row = rows / 20 * 19 / step * step;
+  if (plain && device.fast_memory && in_flight > kFairBytes && rows >= 2 * kTailShare * step) {
+    plan.tail_row = rows / kTailShare * (kTailShare - 1) / step * step;
     plan.tail_ctas = plan.ctas;
     plan.ctas *= 2;
   }

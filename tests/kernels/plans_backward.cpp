@@ -106,6 +106,10 @@ const char* broken_launch(const BackwardSpec& spec, const BackwardPlan& plan, co
   if (plan.shared_bytes < staged) return "shared memory that rows do not fit into";
   if (plan.shared_bytes * plan.ctas_per_sm > most_dynamic_shared(device)) return "shared memory";
   const std::int64_t most_ctas = std::int64_t{device.multiprocessors} * plan.ctas_per_sm;
+  if (!device.fast_memory) {
+    if (plan.tail_ctas > 0) return "a tail, though memory is not fast";
+    if (plan.width != call.cols && !is_core(spec, plan, call)) return "a width told at run time";
+  }
   const std::int64_t ctas = plan.ctas - plan.tail_ctas;
   const std::int64_t step = ctas * plan.side_by_side;
   if (ctas < 1 || ctas > most_ctas) return "CTAs";
@@ -222,10 +226,11 @@ void check(const BackwardSpec& spec, std::int64_t cols) {
       {{1, 33, 512, 8'000'001}, {1, 7, 4097, 8'000'001}}};
   BackwardPlan first{};
   for (const auto& of_size : kDevices) {
-    const DeviceInfo& device = of_size[cols % 7 % 2];
+    DeviceInfo device = of_size[cols % 7 % 2];
     int plans = 0;
     int calls = 0;
     for (const std::int64_t rows : kRows[cols % 5 % 2]) {
+      device.fast_memory = (rows + cols) % 2 == 0;  // decides nothing about a row's lanes
       for (const Move move : {Move::kVectors, Move::kWords, Move::kWholeWords}) {
         // wants_sums and adds_sums decide nothing that depends on the row, so they take turns.
         const Call call{rows, cols, move, cols % 2 == 0, cols % 3 == 0};

@@ -44,7 +44,7 @@ def random_call(g: random.Random, backward: bool) -> dict:
 
 def sample(backward: bool) -> list[tuple[dict, dict, str, str]]:
     """(call, plan, header, name) of kernels that differ; those of the extension are built."""
-    g = random.Random(5 if backward else 1)
+    g = random.Random(5 if backward else 1)  # samples that have every option
     found = {}
     while len(found) < EACH:
         call = random_call(g, backward)

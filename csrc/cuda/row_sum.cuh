@@ -143,7 +143,8 @@ template <typename A>
 struct CtaExchange {
   WarpMoments<A>* parts;  // in shared memory
 
-  __device__ __forceinline__ void barrier() const { __syncthreads(); }
+  // As __syncthreads(), but warps may come here by different copies of the code.
+  __device__ __forceinline__ void barrier() const { asm volatile("bar.sync 0;" ::: "memory"); }
   __device__ __forceinline__ void put(int part, const WarpMoments<A>& mine) const {
     if (threadIdx.x % kWarpSize == 0) {
       parts[part] = mine;

@@ -4,33 +4,18 @@
 #include "core/pack.h"
 #include "cuda/backward_tile.h"
 #include "cuda/core_table.h"
-#include "cuda/plan.h"
+#include "cuda/plan_backward_grid.h"
 #include "cuda/plan_names.h"
 
 namespace fused_op::cuda {
 namespace {
 
-constexpr int kMostThreads = 512;  // of a CTA: 128 registers a thread
-constexpr int kMostWarps = kMostThreads / kWarpSize;
-constexpr std::int64_t kMostCoreBytes = 8192;  // of a row of the core table
-
-// The dtypes of the streams that a row is read from: x, dy, and the gradient of the sum, or the
-// rows that a variant reads beside them.
-struct Streams {
-  DType dtypes[3];
-  int count;
-};
-Streams streams_of(const BackwardSpec& spec) {
-  const bool beside = spec.variant != nullptr && spec.variant->beside.data != nullptr;
-  return {{read_as_x(spec), spec.grad_output, beside ? spec.variant->beside.dtype : spec.row},
-          spec.adds || beside ? 3 : 2};
-}
 // How many parameters of a column backward holds.
 int parameters_of(const BackwardSpec& spec) {
   return spec.recovers ? 2 : spec.variant != nullptr ? spec.variant->parameters_of_column : 1;
 }
 int widest(const BackwardSpec& spec) {
-  const Streams streams = streams_of(spec);
+  const BackwardStreams streams = streams_of(spec);
   int size = std::max(size_of(spec.input), spec.adds ? size_of(spec.residual) : 0);
   if (spec.variant != nullptr) {
     size = std::max(size, size_of(spec.variant->beside.dtype));
@@ -41,17 +26,6 @@ int widest(const BackwardSpec& spec) {
   return size;
 }
 
-// The elements of a unit, which a lane takes as one pack or several: 16 bytes of the narrowest
-// stream.
-int unit_of(const BackwardSpec& spec) {
-  const Streams streams = streams_of(spec);
-  int size = std::min(size_of(spec.input), spec.adds ? size_of(spec.residual) : 8);
-  for (int s = 0; s < streams.count; ++s) {
-    size = std::min(size, size_of(streams.dtypes[s]));
-  }
-  return kVectorBytes / size;
-}
-bool by_words(const BackwardSpec& spec, std::int64_t cols) { return cols % unit_of(spec) != 0; }
 int pack_of(const BackwardSpec& spec, bool odd) {
   if (odd) {
     return size_of(spec.row) == 2 && size_of(read_as_x(spec)) == 2 ? 2 : 1;
@@ -59,129 +33,9 @@ int pack_of(const BackwardSpec& spec, bool odd) {
   return kVectorBytes / widest(spec);
 }
 
-// The lanes of a row, the units of each lane, and the warps of a row, in a CTA of this many
-// threads.
-struct Grid {
-  int lanes;
-  int units;
-  int warps;
-  int threads = kMostThreads;
-};
-
-// A larger CTA, whose lanes have two units and keep no values. It is used if three or four units
-// would leave lanes or rows idle. H200, bf16, us with three and with two: 104 98 at 21845x3072.
-constexpr int kWideThreads = 640;
-
-// The merit of a number of units a lane: the share of a CTA's lanes that have work. It is lower if
-// only one row fits, whose barriers then stop the whole SM, and if a thread cannot keep the row in
-// registers. Rows that move by words wait longer. H100, bf16, LayerNorm, share of add with one row
-// of two units and with two rows of four: 0.79 0.83 at 8193x8191.
-std::int64_t merit(std::int64_t units, int per_lane, bool odd, int threads = kMostThreads) {
-  const std::int64_t warps = ceil_div(units, std::int64_t{kWarpSize} * per_lane);
-  const std::int64_t rows = threads / kWarpSize / warps;
-  const bool keeps = per_lane == 2 && threads == kMostThreads;
-  const int weight = keeps ? 40 : threads > kMostThreads ? 34 : 30;
-  return rows * units *
-         (rows > 1 ? 10
-          : odd    ? 7
-                   : 9) *
-         weight * (12 * 10240 / threads / per_lane);  // divisible by all numbers of units
-}
-
-int lanes_for(std::int64_t units) {
-  int lanes = 1;
-  while (lanes < units) {
-    lanes *= 2;
-  }
-  return lanes;
-}
-
-// Rows that share a warp have three units a lane, or two, if one would leave lanes idle. H200,
-// bf16, LayerNorm, us with one and two: 128 122 at 1677721x40, 114 105 at 335544x200; with two and
-// three: 120 127 at 932067x72, 122 110 at 493447x136. By words, share of add with two and three:
-// 0.90 0.84 at 201528x333 (H100).
-Grid shared_warp_grid(std::int64_t units, bool odd) {
-  for (int lanes = 8; lanes < kWarpSize && !odd; lanes *= 2) {
-    if (units > 2 * lanes && units <= 3 * lanes) {
-      return {lanes, 3, 1};
-    }
-  }
-  const int lanes = lanes_for(units);
-  return units > 4 && units < lanes ? Grid{lanes / 2, 2, 1} : Grid{lanes, 1, 1};
-}
-
-// The layout of a row of `units`; `odd` if they are not whole vectors.
-Grid best_grid(const BackwardSpec& spec, std::int64_t units, bool odd) {
-  const bool drops = spec.drops_input || spec.drops_output;
-  // Philox takes registers. By words, it is called for every pack of two elements or one.
-  if (drops && odd && units <= kMostThreads) {
-    return {std::min(lanes_for(units), kWarpSize), 1, static_cast<int>(ceil_div(units, kWarpSize))};
-  }
-  if (units < 3 * kWarpSize / 2) {
-    return shared_warp_grid(units, odd);
-  }
-  const auto grid = [&](int per_lane, int threads = kMostThreads) {
-    return Grid{kWarpSize, per_lane,
-                static_cast<int>(ceil_div(units, std::int64_t{kWarpSize} * per_lane)), threads};
-  };
-  const std::int64_t two = merit(units, 2, odd);
-  // A variant with a sum would spill 20 bytes at 3072 columns (16 bits, sm_90).
-  const bool fits_wide = !odd && !drops && !(spec.adds && spec.variant != nullptr);
-  const std::int64_t wide = fits_wide ? merit(units, 2, odd, kWideThreads) : 0;
-  const std::int64_t three = merit(units, 3, odd);
-  const std::int64_t four = merit(units, 4, odd);
-  // If the merits are equal, three units are better, because two then leave lanes idle: two 0.90,
-  // three 0.92 of add at 174762x768 (H200, bf16). With the gradient of a sum two are better, and by
-  // words, if they leave no more lanes idle: two 0.91, three 0.86 at 22362x3001 (H100, bf16).
-  const bool as_full = 2 * grid(2).warps <= 3 * grid(3).warps;
-  const bool two_at_tie = odd ? as_full : spec.adds;
-  if (two >= wide && two >= four && (two_at_tie ? two >= three : two > three)) {
-    return grid(2);
-  }
-  if (wide >= three && wide >= four) {
-    return grid(2, kWideThreads);
-  }
-  return grid(three >= four ? 3 : 4);
-}
-
-// The tile of the core table that fits a row, with three rows in flight; -1 if there is none.
-int core_tile(const BackwardSpec& spec, std::int64_t cols) {
-  const bool one_type = spec.input == spec.row && spec.grad_output == spec.row &&
-                        (!spec.adds || spec.residual == spec.row) &&
-                        is_tuned_pair(spec.row, spec.parameters) && !is_double(spec);
-  const bool options = spec.drops_input || spec.drops_output || spec.recovers || spec.split ||
-                       spec.variant != nullptr;
-  const std::int64_t bytes = cols * size_of(spec.row);
-  if (!one_type || options || bytes % kVectorBytes != 0 || bytes > kMostCoreBytes) {
-    return -1;
-  }
-  const std::int64_t vectors = bytes / kVectorBytes;
-  for (int i = spec.adds ? kFirstWithSum : 0; i < kCoreBackwardCount; ++i) {
-    const CoreBackwardTile& tile = kCoreBackwardTiles[i];
-    const int of_tile = tile.lanes * tile.vectors;
-    const bool several = tile.vectors == 2;  // warps
-    if (tile.stages == 3 && (vectors == of_tile || (several && vectors % of_tile == 0))) {
-      return i;
-    }
-  }
-  return -1;
-}
-
-// How the units of a row are dealt to its lanes, whatever its address.
-Grid grid_of(const BackwardSpec& spec, std::int64_t cols) {
-  const std::int64_t units = ceil_div(cols, unit_of(spec));
-  const int tile = core_tile(spec, cols);
-  if (tile >= 0) {
-    const CoreBackwardTile& core = kCoreBackwardTiles[tile];
-    const std::int64_t of_warp = std::int64_t{core.lanes} * core.vectors;
-    return {core.lanes, core.vectors, static_cast<int>(ceil_div(units, of_warp))};
-  }
-  return best_grid(spec, units, by_words(spec, cols));
-}
-
 // Shared memory for the lanes of one row within a warp.
 std::int64_t group_bytes(const BackwardSpec& spec, const BackwardPlan& plan) {
-  const Streams streams = streams_of(spec);
+  const BackwardStreams streams = streams_of(spec);
   int stage = 0;
   for (int s = 0; s < streams.count; ++s) {
     stage += staged_bytes(plan.move != Move::kVectors, plan.pack, plan.lanes, plan.vectors,
@@ -208,7 +62,7 @@ bool keeps_values(const BackwardSpec& spec, std::int64_t cols, const BackwardPla
 // The tile of rows that move in this way.
 BackwardPlan tile_of(const BackwardSpec& spec, std::int64_t cols, Move move) {
   const bool odd = by_words(spec, cols);
-  const Grid grid = grid_of(spec, cols);
+  const BackwardGrid grid = grid_of(spec, cols);
   const int core = core_tile(spec, cols);
   BackwardPlan plan{};
   const bool is_there = core_has(spec.norm, spec.rounds_first, spec.row, spec.parameters);
@@ -230,7 +84,7 @@ BackwardPlan tile_of(const BackwardSpec& spec, std::int64_t cols, Move move) {
   const bool tight = drops && (spec.adds || plan.pack < 8 || plan.move != Move::kVectors);
   const bool three = plan.move == Move::kVectors && !spec.adds && !spec.recovers && !tight &&
                      spec.variant == nullptr;
-  const bool wide = grid.threads == kWideThreads;
+  const bool wide = grid.threads == kWideBackwardThreads;
   plan.most_threads = light ? 256 : grid.threads;
   plan.ctas_per_sm = !light ? 1 : three ? 3 : 2;
   plan.keep = !tight && !wide && keeps_values(spec, cols, plan, own);
@@ -268,7 +122,7 @@ void fit_shared(BackwardPlan& plan, const BackwardSpec& spec, const DeviceInfo& 
 // Whether there is room for rows at any address. Which kernel takes a row must not depend on its
 // address, and rows moved by words need the most room.
 bool has_room(const BackwardSpec& spec, std::int64_t cols, const DeviceInfo& device) {
-  if (cols > std::int64_t{kMostThreads} * 4 * unit_of(spec)) {
+  if (cols > std::int64_t{kMostBackwardThreads} * 4 * unit_of(spec)) {
     return false;
   }
   BackwardPlan plan = tile_of(spec, cols, Move::kWords);
@@ -423,7 +277,7 @@ BackwardPlan plan_backward(const BackwardSpec& spec, std::int64_t rows, std::int
   // If there are few rows, two in flight are better, because the first one then arrives sooner. us
   // with three and with two: 8.1 7.4 at 2000x1024, 48.2 47.4 at 2048x12288 (H200, bf16).
   const std::int64_t steps = ceil_div(rows, plan.ctas * plan.side_by_side);
-  if (steps <= kFewSteps && plan.most_threads == kMostThreads) {
+  if (steps <= kFewSteps && plan.most_threads == kMostBackwardThreads) {
     plan.stages = 2;
   }
   const std::int64_t groups = std::int64_t{plan.row_threads} * plan.side_by_side / plan.lanes;

@@ -20,7 +20,7 @@ from .run import run_eager
 
 OPS = ("layer_norm", "rms_norm")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-WIDTHS = (1, 3, 17, 64, 100, 255, 768, 1023, 1024, 4096, 8192, 65536)
+WIDTHS = (1, 3, 17, 64, 100, 255, 768, 1023, 1024, 4096, 8192, 32768, 65536)
 ELEMENTS = (1 << 16, 1 << 20)  # of a call; smaller ones measure the host
 MOST_ROWS = 100_000
 ROUNDS = 15

@@ -21,7 +21,9 @@ inline bool is_long(std::int64_t cols) { return cols > kWholeCols; }
 // for all of them.
 inline std::int64_t rows_of_tile(std::int64_t rows, std::int64_t cols, DType dtype) {
   if (is_long(cols)) {
-    return std::clamp<std::int64_t>(kLongElements / cols, 1, kLongRows);
+    const int size = size_of(dtype);
+    const std::int64_t bytes = size == 2 ? 2 * kLongBytes : kLongBytes;
+    return std::clamp<std::int64_t>(bytes / (cols * size), 1, kLongRows);
   }
   const bool is_streamed =
       dtype == DType::kFloat64 && rows * cols > kCachedDoubles && cols > kNarrowCols;

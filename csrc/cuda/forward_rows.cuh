@@ -418,12 +418,11 @@ __device__ __forceinline__ void take_row(const typename Op::Args& args, const Fo
 // Only where a lane needs many, and the code is short enough for the instruction cache to hold
 // both. us without and with: LayerNorm 82.2 76.0 at 13112x5121, 77.2 72.8 at 6712x9999; but 138.3
 // 145.4 at 13112x5121 with a residual (H200, bf16).
-template <typename Op, typename Tile>
-constexpr bool has_full_warps() {
-  // One stream of 16-bit elements, and nothing beside it.
-  constexpr bool kShort = sizeof(typename Op::Source::template Loaded<2, 1>) == 4;
-  return kShort && !Op::Access::kWhole && Tile::kWarps > 1 && Tile::kSure < Tile::kVectors;
-}
+template <typename Op>
+constexpr bool kHasFullWarps = false;
+template <typename Norm, typename X, bool kSplit, typename W, typename Y, typename Access>
+constexpr bool kHasFullWarps<ForwardOp<Norm, Plain<X, kSplit>, Affine<W, Y>, Access>> =
+    sizeof(X) == 2 && !Access::kWhole;
 
 // grid: enough CTAs for all rows; block: whole rows, or one row if it takes several warps.
 template <typename Op, typename Tile>
@@ -432,7 +431,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   __shared__ WarpMoments<Accumulator<typename Op::Source::Row>> parts[kMaxRowWarps];
   const int width = Tile::kWidth > 0 ? Tile::kWidth : static_cast<int>(args.cols);
   const ForwardPlace place = place_of<Tile>(args, width);
-  if constexpr (has_full_warps<Op, Tile>()) {
+  if constexpr (kHasFullWarps<Op> && Tile::kWarps > 1 && Tile::kSure < Tile::kVectors) {
     if (place.warp + 1 < Tile::kWarps) {
       take_row<Op, Tile, FullWarp<Tile>>(args, place, width, parts);
       return;

@@ -50,6 +50,10 @@ struct AngleRows {
     rows = {readable.const_data_ptr(), to_dtype(readable.scalar_type()), readable.stride(0),
             RowSplit(static_cast<std::uint32_t>(readable.size(0)), 0)};
   }
+
+  bool lie_as(const AngleRows& other) const {
+    return readable.size(0) == other.readable.size(0) && rows.stride == other.rows.stride;
+  }
 };
 
 // Whether the GPU computes one head after the other: heads with weights of their own that are too
@@ -85,6 +89,10 @@ struct Call {
         parameters(heads.weight, std::nullopt, options.zero_centered, param_dtype),
         cos(turn.cos),
         sin(turn.sin) {
+    if (!sin.lie_as(cos)) {
+      cos = AngleRows(turn.cos.contiguous());
+      sin = AngleRows(turn.sin.contiguous());
+    }
     const Shape shape(heads.rows, 1);
     args.kind = NormKind::kRmsNorm;
     args.dtype = to_dtype(heads.rows.scalar_type());
@@ -183,7 +191,7 @@ void rope_forward(const HeadTensors& heads, const Turn& turn, const RopeOptions&
   args.output = {pointer(output), args.dtype};
   args.stats = pointer(stats);
   args.eps = options.eps;
-  args.rotation.in_packs = in_packs(args.rotation, {args.input}, args.cols);
+  set_packs(args.rotation, {args.input}, args.cols);
   RopeVariant variant(args.rotation, args.dtype, args.param_dtype, args.rounding);
   variant.split = args.input.split.inner != 0;
   backend::norm_forward(args, output.device(), &variant);
@@ -237,7 +245,7 @@ void rope_backward(const at::Tensor& grad_output, const HeadTensors& heads, cons
   }
   args.grad_weight = pointer(grad_weight);
   args.groups = args.rotation.groups;
-  args.rotation.in_packs = in_packs(args.rotation, {args.x, args.grad_output}, args.cols);
+  set_packs(args.rotation, {args.x, args.grad_output}, args.cols);
   RopeVariant variant(args.rotation, args.dtype, args.param_dtype, args.rounding);
   variant.split = args.x.split.inner != 0 || args.grad_output.split.inner != 0;
   backend::norm_backward(args, x.device(), &variant);

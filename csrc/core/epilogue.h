@@ -7,6 +7,10 @@
 //   Beside             the packs of a lane that are read beside x̂, from rows of the epilogue's own
 //   load_beside()      starts the loads of Beside, together with those of the row
 //   apply()            x̂ to y, in place; called for packs 0, 1, 2 and so on of a lane
+//   kInHalves          a member that only epilogues have which prefer two packs half a row apart at
+//                      once. Where the layout of a row allows it, apply_to_halves() then stands
+//                      for apply(), and pullback_halves(), which also takes what load_of_row()
+//                      returned, for pullback()
 //   normalizer         a member that only epilogues have which also normalise other elements
 //                      of the row
 //
@@ -45,6 +49,16 @@ template <typename Epilogue, typename A>
 FUSED_OP_HD void tell(Epilogue& epilogue, const Normalizer<A>& normalizer) {
   if constexpr (requires { epilogue.normalizer; }) {
     epilogue.normalizer = normalizer;
+  }
+}
+
+// Whether an epilogue, or its struct Backward, has kInHalves, and it is true.
+template <typename Epilogue>
+constexpr bool takes_halves() {
+  if constexpr (requires { Epilogue::kInHalves; }) {
+    return Epilogue::kInHalves;
+  } else {
+    return false;
   }
 }
 

@@ -57,12 +57,14 @@ inline int largest_pack(const Rotation& rotation, DType input) {
   return vector == 8 && rotation.half % 8 != 0 ? 4 : vector;
 }
 
-// Whether the pairs and angles of these rows can be read in packs.
-inline bool in_packs(const Rotation& rotation, std::initializer_list<ConstRows> rows,
-                     std::int64_t cols) {
+// Sets whether the pairs and angles of these rows can be read in packs, and whether they are whole
+// rows in halves, then.
+inline void set_packs(Rotation& rotation, std::initializer_list<ConstRows> rows,
+                      std::int64_t cols) {
   const int pack = largest_pack(rotation, rows.begin()->dtype);
-  return rotation.half % pack == 0 && cols % pack == 0 && in_vectors(rotation.cos) &&
-         in_vectors(rotation.sin) && std::all_of(rows.begin(), rows.end(), in_vectors);
+  rotation.in_packs = rotation.half % pack == 0 && cols % pack == 0 && in_vectors(rotation.cos) &&
+                      in_vectors(rotation.sin) && std::all_of(rows.begin(), rows.end(), in_vectors);
+  rotation.in_halves = rotation.in_packs && !rotation.adjacent && 2 * rotation.half == cols;
 }
 
 struct RopeVariant : Variant {
@@ -86,10 +88,10 @@ struct RopeVariant : Variant {
   }
 
   Types types() const override {
-    const auto [adjacent, xhat, norm, products, several, packs] = form();
+    const auto [adjacent, xhat, norm, products, several, packs, halves] = form();
     const std::string x = type(row);
-    const std::string names = joined(
-        {flag(adjacent), flag(xhat), flag(norm), flag(products), flag(several), flag(packs)});
+    const std::string names = joined({flag(adjacent), flag(xhat), flag(norm), flag(products),
+                                      flag(several), flag(packs), flag(halves)});
     return {"fused_op::Heads" + joined({x, flag(split)}),
             "fused_op::RotatedAffine" + joined({type(parameters), x, type(rotation.cos.dtype),
                                                 "fused_op::RopeForm" + names, flag(split)})};
@@ -97,9 +99,10 @@ struct RopeVariant : Variant {
 
  private:
   // In the order of RopeForm.
-  std::array<bool, 6> form() const {
+  std::array<bool, 7> form() const {
     return {rotation.adjacent,        rounds,     rotation.rounds_norm,
-            rotation.rounds_products, groups > 1, rotation.in_packs};
+            rotation.rounds_products, groups > 1, rotation.in_packs,
+            rotation.in_halves};
   }
 };
 

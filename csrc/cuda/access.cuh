@@ -33,6 +33,16 @@ struct Lane {
   }
 };
 
+// The tile as a warp sees it whose packs all lie inside the row.
+template <typename Tile>
+struct FullWarp : Tile {
+  static constexpr bool kFull = true;
+  static constexpr int kSure = Tile::kVectors;
+};
+// Whether only the last warp of a row has packs past its end.
+template <typename Tile>
+constexpr bool kLastWarpDiffers = Tile::kWarps > 1 && Tile::kSure < Tile::kVectors;
+
 // Loads bytes of global memory as words, if `wanted`; otherwise the words stay as they are.
 template <int kBytes, bool kKeep>
 __device__ __forceinline__ void load_bytes_if(bool wanted, const void* at, std::uint32_t* words) {

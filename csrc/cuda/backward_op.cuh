@@ -115,6 +115,28 @@ using StreamElement = std::conditional_t<
     kStream == 0, typename Op::X,
     std::conditional_t<kStream == 1, typename Op::GradOutput, typename Op::Beside::Element>>;
 
+// Computes x̂ at N columns.
+template <typename Op, int N, typename A, typename Parameters>
+__device__ __forceinline__ void load_xhat(const typename Op::Epilogue& epilogue,
+                                          const Parameters& parameters,
+                                          const Pack<typename Op::X, N>& x,
+                                          const typename Op::template BesidePack<N>& beside,
+                                          const Normalizer<A>& normalizer, A (&xhat)[N]) {
+  using Norm = typename Op::Norm;
+  to_values(x, xhat);
+  if constexpr (Op::Epilogue::kFromOutput) {
+    epilogue.template recover<Norm>(parameters, xhat);
+  } else {
+    if constexpr (Op::Source::kReadsBeside) {
+      Op::Source::combine(beside, xhat);
+    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      xhat[j] = Norm::normalized(xhat[j], normalizer);
+    }
+  }
+}
+
 // Computes x̂ and its gradient at N columns from `col` on, and adds the terms of the parameters'
 // gradients to `totals`. If it is the epilogue that reads `beside`, the gradient of `beside`
 // replaces it.
@@ -128,19 +150,8 @@ __device__ __forceinline__ void expand(const typename Op::Epilogue& epilogue,
                                        ParameterSums<N, A>& totals) {
   using Norm = typename Op::Norm;
   A dy[N];
-  to_values(x, xhat);
   to_values(dy_pack, dy);
-  if constexpr (Op::Epilogue::kFromOutput) {
-    epilogue.template recover<Norm>(parameters, xhat);
-  } else {
-    if constexpr (Op::Source::kReadsBeside) {
-      Op::Source::combine(beside, xhat);
-    }
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      xhat[j] = Norm::normalized(xhat[j], normalizer);
-    }
-  }
+  load_xhat<Op>(epilogue, parameters, x, beside, normalizer, xhat);
   if constexpr (Op::Epilogue::kReadsBeside) {
     epilogue.template pullback<Norm>(parameters, col, xhat, dy, beside, grad, totals);
   } else {

@@ -11,6 +11,7 @@
 #include "core/norm_args.h"
 #include "core/norm_math.h"
 #include "cuda/access.cuh"
+#include "cuda/backward_halves.cuh"
 #include "cuda/backward_op.cuh"
 #include "cuda/backward_tile.h"
 #include "cuda/column_sums.cuh"
@@ -63,7 +64,8 @@ class RowBackward {
         lane_(lane),
         lane_of_row_(lane_of_row),
         staged_(rows),
-        parameters_(shared, lane_of_row) {
+        parameters_(shared, lane_of_row),
+        halves_(args, row, lane.first) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       parameters_.put(i, parameters_of(args, row, lane.col(i), lane.template valid<N>(i)));
@@ -72,6 +74,17 @@ class RowBackward {
 
   __device__ __forceinline__ void advance_to(std::int64_t row) { staged_.advance_to(row); }
   __device__ __forceinline__ void release() { staged_.release(); }
+
+  // For a row in halves: see backward_halves.cuh. `live` is false in lanes without a row.
+  __device__ __forceinline__ void pass_halves(std::int64_t next_row, bool live) {
+    if constexpr (kPassesHalves<Op, Tile>) {
+      Pack<GradOutput, N> dy{};
+      if (live) {
+        dy = staged_.template load<1>(0);
+      }
+      halves_.advance(args_, dy, next_row, lane_.first);
+    }
+  }
 
   // This lane's share of the row's sums. Adds its terms to the parameter gradients.
   __device__ __forceinline__ PullbackSums<A> sums(std::int64_t row, const Normalizer<A>& normalizer,
@@ -186,8 +199,17 @@ class RowBackward {
                                          const Pack<GradOutput, N>& dy, int i,
                                          const Normalizer<A>& normalizer, Beside& beside,
                                          A (&xhat)[N], A (&grad)[N], Sums& totals) {
-    cuda::expand<Op>(epilogue, parameters_.get(i), lane_.col(i), x, dy, beside, normalizer, xhat,
-                     grad, totals);
+    if constexpr (kPassesHalves<Op, Tile>) {
+      A values[N], other[N];
+      to_values(dy, values);
+      to_values(halves_.other, other);
+      load_xhat<Op>(epilogue, parameters_.get(i), x, beside, normalizer, xhat);
+      epilogue.template pullback_halves<Norm>(parameters_.get(i), halves_.of_row, lane_.col(i),
+                                              xhat, values, other, grad, totals);
+    } else {
+      cuda::expand<Op>(epilogue, parameters_.get(i), lane_.col(i), x, dy, beside, normalizer, xhat,
+                       grad, totals);
+    }
   }
 
   const Args& args_;
@@ -197,6 +219,7 @@ class RowBackward {
   Parameters parameters_;
   A xhat_[kKept][N];  // of the current row
   A grad_[kKept][N];
+  Halves<Op, Tile> halves_;
 };
 
 // The sums of a row over its lanes and warps, valid in all threads. parts: [warps] in shared
@@ -256,15 +279,25 @@ __device__ __forceinline__ void prefetch_first_row(const typename Op::Args& args
   }
 }
 
-// Processes the rows of a team one after another, from `first_row` on.
+// The sums of the warps of a row, for one row and the next.
+template <typename A, typename Tile>
+using WarpParts = PullbackSums<A>[2][Tile::kThreads / kWarpSize];
+
+// Processes the rows of a team one after another, from `first_row` on. `shared` belongs to this
+// lane's group.
 template <typename Op, typename Tile>
 __device__ __forceinline__ void take_rows(
     const typename Op::Args& args, const BackwardSteps& steps, const BackwardPlace& place,
-    int width, std::int64_t first_row, RowBackward<Op, Tile>& backward,
+    int first_col, int width, std::int64_t first_row, std::uint32_t shared,
+    WarpParts<typename Op::A, Tile>& parts,
     typename RowBackward<Op, Tile>::Sums (&totals)[Tile::kVectors]) {
   using Norm = typename Op::Norm;
   using A = typename Op::A;
-  __shared__ PullbackSums<A> parts[2][Tile::kThreads / kWarpSize];
+  using Backward = RowBackward<Op, Tile>;
+  using Rows = typename Backward::Rows;
+  const typename Backward::RowLane lane{first_col, width, true};
+  const Rows rows(args, steps, shared, first_row, lane, place.lane);
+  Backward backward(args, rows, shared + Rows::kGroupBytes, lane, place.lane, first_row);
   const A inverse_cols = reciprocal(static_cast<A>(width));
   const bool wanted = Op::Source::wanted(args);
   // Every lane reads statistics a row ahead. If they were copied asynchronously with their rows,
@@ -284,6 +317,7 @@ __device__ __forceinline__ void take_rows(
     const Normalizer<A> normalizer = saved.normalizer();
     saved = saved_of(row + steps.rows);
     backward.advance_to(row);
+    backward.pass_halves(row + steps.rows, live);
     PullbackSums<A> sums{A(0), A(0)};
     if (live) {
       sums = backward.sums(row, normalizer, totals);
@@ -321,11 +355,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     prefetch_first_row<Op, Tile>(args, first_row, width, place);
   }
   await_kernels_before();
-  const typename Backward::RowLane lane{place.warp * Tile::kWarpCols + place.lane * N, width, true};
+  const int first_col = place.warp * Tile::kWarpCols + place.lane * N;
   const int group = place.team * place.warps + place.warp;
   const std::uint32_t own = shared_address(shared) + group * Backward::kGroupBytes;
-  const typename Backward::Rows rows(args, steps, own, first_row, lane, place.lane);
-  Backward backward(args, rows, own + Backward::Rows::kGroupBytes, lane, place.lane, first_row);
   typename Backward::Sums totals[Tile::kVectors];
 #pragma unroll
   for (int i = 0; i < Tile::kVectors; ++i) {
@@ -335,13 +367,23 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
       totals[i].bias[j] = 0;
     }
   }
-  take_rows<Op, Tile>(args, steps, place, width, first_row, backward, totals);
+  __shared__ WarpParts<typename Op::A, Tile> parts;
+  const auto take = [&]<typename Warp>() {
+    take_rows<Op, Warp>(args, steps, place, first_col, width, first_row, own, parts, totals);
+  };
+  // us without and with: 146 124 at 43662x1537, 167 135 at 10920x6145, 177 150 at 6711x9999 (bf16,
+  // LayerNorm, H200)
+  if (!Op::Access::kWhole && kLastWarpDiffers<Tile> && place.warp + 1 < Tile::kWarps) {
+    take.template operator()<FullWarp<Tile>>();
+  } else {
+    take.template operator()<Tile>();
+  }
   if (args.grad_weight == nullptr && args.grad_bias == nullptr) {
     return;
   }
   await_copies<0>();  // shared memory is free for other use after the barrier
   __syncthreads();
-  const ColumnSums<Op, Tile> columns(place, lane.first, shared);
+  const ColumnSums<Op, Tile> columns(place, first_col, shared);
   columns.collect(totals);
   __syncthreads();
   columns.leave(args, width, partials);

@@ -51,13 +51,6 @@ struct ForwardTile {
   static constexpr bool kOneWarp = kLanes < kWarpSize || kWarps == 1;  // known at compile time
 };
 
-// The tile as a warp sees it whose packs all lie inside the row.
-template <typename Tile>
-struct FullWarp : Tile {
-  static constexpr bool kFull = true;
-  static constexpr int kSure = Tile::kVectors;
-};
-
 // In place of a Lane, or of a function that returns Lanes, if elements past the end of the row
 // count as well.
 struct AllElements {
@@ -273,6 +266,46 @@ __device__ __noinline__ void finish_untrusted(const typename Op::Args& args, int
                       args, moments, scale, reciprocal(static_cast<A>(width)), place.row, saves));
 }
 
+// Whether a lane that has a pack also has the one half a row further.
+template <typename Tile>
+constexpr bool kHasHalves = Tile::kWidth == Tile::kWarpCols && Tile::kVectors % 2 == 0;
+
+// As write_row(), for an epilogue that takes two such packs at once.
+template <typename Op, typename Lane, typename Row, int N, int kVectors, typename A>
+__device__ __forceinline__ void write_halves(const typename Op::Args& args, std::int64_t row,
+                                             const Lane& lane,
+                                             const Pack<Row, N> (&packs)[kVectors],
+                                             const Normalizer<A>& normalizer) {
+  using Norm = typename Op::Norm;
+  using Access = typename Op::Access;
+  using Epilogue = typename Op::Epilogue;
+  using Y = typename Epilogue::Output;
+  Y* const output = static_cast<Y*>(args.output.data) + row * lane.width;
+  Epilogue epilogue(args, row, lane);
+  const int parameter = Epilogue::first_parameter(args, row);
+  constexpr int kApart = kVectors / 2;
+#pragma unroll
+  for (int i = 0; i < kApart; ++i) {
+    A values[2][N];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      to_values(packs[i + half * kApart], values[half]);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        values[half][j] = Norm::normalized(values[half][j], normalizer);
+      }
+    }
+    epilogue.template apply_to_halves<Norm>(
+        Epilogue::template load<Norm, Access, N>(args, parameter + lane.col(i), N),
+        Epilogue::template load<Norm, Access, N>(args, parameter + lane.col(i + kApart), N), i,
+        values[0], values[1]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Access::store_pack(lane, output, i + half * kApart, rounded<Y>(values[half]));
+    }
+  }
+}
+
 // Normalises a lane's packs and stores them. Parameters are loaded kAhead packs ahead.
 template <typename Op, typename Tile, typename Lane, typename Parameters, typename Row, int N,
           int kVectors, typename A>
@@ -339,7 +372,11 @@ struct ForwardOp {
                                                const Lane& lane, Parameters& parameters,
                                                const Beside& beside, const Packs& packs,
                                                const Normalizer<A>& normalizer) {
-    write_row<ForwardOp, Tile>(args, place.row, lane, parameters, beside, packs, normalizer);
+    if constexpr (takes_halves<Epilogue>() && kHasHalves<Tile>) {
+      write_halves<ForwardOp>(args, place.row, lane, packs, normalizer);
+    } else {
+      write_row<ForwardOp, Tile>(args, place.row, lane, parameters, beside, packs, normalizer);
+    }
   }
   template <typename Rescue, typename A>
   __device__ __forceinline__ static void write_again(const Args&, const Rescue& rescue,
@@ -431,7 +468,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   __shared__ WarpMoments<Accumulator<typename Op::Source::Row>> parts[kMaxRowWarps];
   const int width = Tile::kWidth > 0 ? Tile::kWidth : static_cast<int>(args.cols);
   const ForwardPlace place = place_of<Tile>(args, width);
-  if constexpr (kHasFullWarps<Op> && Tile::kWarps > 1 && Tile::kSure < Tile::kVectors) {
+  if constexpr (kHasFullWarps<Op> && kLastWarpDiffers<Tile>) {
     if (place.warp + 1 < Tile::kWarps) {
       take_row<Op, Tile, FullWarp<Tile>>(args, place, width, parts);
       return;

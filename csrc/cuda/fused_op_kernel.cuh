@@ -25,6 +25,7 @@
 //   backward_tile.h           how backward spreads a row over threads
 //   staged_rows.cuh           how it reads rows ahead
 //   backward_op.cuh           what it computes for one pack
+//   backward_halves.cuh       what lanes pass each other, for rotations
 //   column_sums.cuh           how the parameter gradients leave its CTAs
 //   backward_rows.cuh         backward_kernel
 //   backward_few.cuh          backward_few_kernel: few rows

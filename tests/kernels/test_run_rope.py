@@ -56,6 +56,14 @@ CALLS = [
     Call(9, 4, 64, 32, Options("gptj", "before_weight"), F16, angles=F16, weights="own"),
     Call(30, 4, 128, 32, NORM, angles=F32, weights="own", others=1, params=F32, sms=4),
     Call(6, 2, 256, 128, NORM, F32),
+    # Rows in halves, of one lane's packs or a pack of each lane: rows that share a warp and that do
+    # not, the last of them without a neighbour, and several rows of each lane.
+    Call(39, 3, 64, 32, LLAMA, angles=BF16, weights="own", sms=3),
+    Call(41, 5, 256, 128, NORM, F16, angles=F16, period=7, others=2, sms=2),
+    Call(83, 1, 128, 64, LLAMA, weights="none", sms=1),
+    Call(21, 3, 128, 64, dtype=F64, angles=F64, weights="own", others=1, sms=1),
+    Call(33, 3, 32, 16, NORM, angles=BF16, sms=1),
+    Call(5, 3, 512, 256, LLAMA, angles=BF16, sms=1),
     Call(6, 2, 256, 128, LLAMA, angles=BF16, others=1),
     Call(4, 3, 80, 16, LLAMA, angles=BF16, others=2),
     Call(4, 3, 96, 48, GPTJ, F16, others=1),
@@ -145,7 +153,7 @@ def test_numbers(call: Call) -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("call", [CALLS[2], CALLS[4], CALLS[11], CALLS[15]], ids=str)
+@pytest.mark.parametrize("call", [CALLS[i] for i in (2, 4, 7, 8, 9, 10, 17, 21)], ids=str)
 def test_heads_do_not_depend_on_others(call: Call) -> None:
     """Catches bits that follow from the number of tokens, or from where heads lie."""
     x, cos, sin, weight, dy = inputs(call)

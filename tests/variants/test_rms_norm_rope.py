@@ -109,11 +109,11 @@ def test_weights_of_heads_are_those_of_heads_alone(style, cols, device):
 
 
 def test_angles_of_each_shape_that_serves(device):
-    """One sequence for a batch, a batch of one, and what transformers hands out."""
+    """One sequence for a batch, a batch of one, what transformers hands out, and two of these."""
     x, w = draw(3, 5, 2, 32, device=device), draw(32, device=device)
     cos, sin = angles(5, 16, device=device)
     expected = fused_rms_norm_rope(x, cos, sin, w, 1e-6)
-    for of in (
+    forms = [
         lambda t: t[None],
         lambda t: t[None, None, None],
         lambda t: t.expand(3, 5, 16),
@@ -121,9 +121,19 @@ def test_angles_of_each_shape_that_serves(device):
         lambda t: torch.cat((t, t), -1)[..., :16],
         lambda t: torch.cat((t, t), -1)[None, :, :16].expand(3, -1, -1),
         lambda t: t.mT.contiguous().mT,
-    ):
+    ]
+    for of in forms:
         assert torch.equal(fused_rms_norm_rope(x, of(cos), of(sin), w, 1e-6), expected)
         assert_same(reference.fused_rms_norm_rope(x, of(cos), of(sin), w, 1e-6), expected)
+    dy = draw(3, 5, 2, 32, device=device, seed=2)
+    leaf = x.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(fused_rms_norm_rope(leaf, cos, sin, w, 1e-6), leaf, dy)
+    for of_cos, of_sin in itertools.permutations(forms, 2):
+        turn = of_cos(cos), of_sin(sin)
+        if turn[0].shape == turn[1].shape:
+            y = fused_rms_norm_rope(leaf, *turn, w, 1e-6)
+            assert torch.equal(y, expected)
+            assert torch.equal(torch.autograd.grad(y, leaf, dy)[0], dx)
     token = cos[2], sin[2]
     alone = fused_rms_norm_rope(x[:, 2:3], *token, w, 1e-6)
     assert torch.equal(alone, expected[:, 2:3])

@@ -212,7 +212,7 @@ fused_op::Rotation rotation_of(const Turn& turn, const Args& args,
   const bool rounds_xhat = args.rounding == fused_op::Rounding::kBeforeWeight;
   fused_op::Rotation made = fused_op::make_rotation(angles, turn.heads, turn.has_own_weights,
                                                     rounds_xhat, turn.rounds_norm, args);
-  made.in_packs = fused_op::in_packs(made, rows, args.cols);
+  fused_op::set_packs(made, rows, args.cols);
   return made;
 }
 

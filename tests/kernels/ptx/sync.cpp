@@ -359,6 +359,7 @@ constexpr Special kSpecials[] = {
      &begin_bulk_copy, nullptr, "mmrml"},
     {"griddepcontrol.wait", &await_kernels, nullptr, ""},
     {"griddepcontrol.launch_dependents", &nothing, nullptr, ""},
+    {"prefetch.global.L1", &nothing, nullptr, "m"},
     {"prefetch.global.L2", &nothing, nullptr, "m"},
     {"prefetch.global.L2::evict_last", &nothing, nullptr, "m"},
     {"fence.mbarrier_init.release.cluster", &nothing, nullptr, ""},

@@ -102,7 +102,7 @@ struct Call {
     args.cols = shape.cols;
     args.weight = const_pointer(*parameters.weight);
     args.rotation = make_rotation(
-        {cos.rows, sin.rows, static_cast<int>(cos.readable.size(1)), options.adjacent},
+        {cos.rows, sin.rows.data, static_cast<int>(cos.readable.size(1)), options.adjacent},
         heads.heads(), heads.has_own_weights(), options.rounds_xhat, options.rounds_norm, args);
   }
 };

@@ -34,6 +34,17 @@ __device__ __forceinline__ void to_values(const Pack<Float16, N>& pack, float (&
   }
 }
 
+template <typename T, int N>
+  requires(sizeof(T) == 2)
+__device__ __forceinline__ void to_values(const Pack<T, N>& pack, double (&values)[N]) {
+  float single[N];
+  to_values(pack, single);
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    values[j] = single[j];
+  }
+}
+
 // Two values as 16-bit elements, the first in the lower half of the word.
 __device__ __forceinline__ std::uint32_t rounded_pair(Float16, float low, float high) {
   std::uint32_t word;

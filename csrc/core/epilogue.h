@@ -7,10 +7,9 @@
 //   Beside             the packs of a lane that are read beside x̂, from rows of the epilogue's own
 //   load_beside()      starts the loads of Beside, together with those of the row
 //   apply()            x̂ to y, in place; called for packs 0, 1, 2 and so on of a lane
-//   kInHalves          a member that only epilogues have which prefer two packs half a row apart at
-//                      once. Where the layout of a row allows it, apply_to_halves() then stands
-//                      for apply(), and pullback_halves(), which also takes what load_of_row()
-//                      returned, for pullback()
+//   kInHalves          optional: whether it prefers two packs at once that lie half a row apart.
+//                      Where the layout of a row allows it, apply_to_halves() then takes the place
+//                      of apply()
 //   normalizer         a member that only epilogues have which also normalise other elements
 //                      of the row
 //
@@ -26,6 +25,8 @@
 //   pullback()     x̂ and dy to the gradient of x̂. Adds to `sums` what this pack contributes to
 //                  the parameter gradients, and replaces a pack of the rows beside by its gradient
 //   recover()      y to x̂, in place, with kFromOutput: backward then reads y instead of x
+//   kInHalves      optional, as above. pullback_halves() then takes the place of pullback(). It
+//                  also takes what load_of_row() returned, as OfRow, and the other half's dy
 #pragma once
 
 #include <type_traits>

@@ -9,9 +9,10 @@
 //
 // The elements of a pair are in the two halves of the rotated columns (GPT-NeoX), or neighbours
 // (GPT-J). Columns after the rotated ones are left as they are. A lane reads the other element of a
-// pair from the cache again, which works for every layout of a row. Where a whole row is rotated in
-// halves and is one pack, or an even number of packs, of each lane, it has that element already, or
-// a lane of the same row has it.
+// pair from the cache again, which works for every layout of a row. There are two exceptions for
+// whole rows that are rotated in halves and do not exceed a warp. In forward, a lane that has an
+// even number of packs already has that element; in backward, lanes that have one pack each pass
+// their packs to each other.
 #pragma once
 
 #include <type_traits>
@@ -29,8 +30,8 @@ struct Rotation {
   bool adjacent = false;     // pairs are neighbours; else halves
   bool rounds_norm = false;  // round n to the dtype of the input
   bool rounds_products = false;  // also round each product with cos or sin
-  bool in_packs = false;         // on the GPU: see core/rope_variant.h
-  bool in_halves = false;        // the same
+  bool in_packs = false;         // on the GPU: see set_packs() in core/rope_variant.h
+  bool in_halves = false;        // also set there
   RowSplit heads;                // of one token
   int groups = 1;                // rows with weights of their own: 1, or the number of heads
   RowSplit group;

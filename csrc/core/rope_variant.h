@@ -15,7 +15,7 @@ namespace fused_op {
 // The angles as the op layer passes them: one row of `half` numbers per token.
 struct AngleTables {
   ConstRows cos;
-  ConstRows sin;
+  const void* sin;  // rows that lie as those of cos, of the same dtype
   int half;
   bool adjacent;
 };
@@ -27,7 +27,8 @@ Rotation make_rotation(const AngleTables& angles, std::int64_t heads, bool has_o
   const auto number = static_cast<std::uint32_t>(heads);
   Rotation made;
   made.cos = angles.cos;
-  made.sin = angles.sin;
+  made.sin = angles.cos;
+  made.sin.data = angles.sin;
   made.half = angles.half;
   made.adjacent = angles.adjacent;
   // A product with a 32-bit weight has 32 bits, unless it is rounded as the output of a norm.
@@ -57,8 +58,8 @@ inline int largest_pack(const Rotation& rotation, DType input) {
   return vector == 8 && rotation.half % 8 != 0 ? 4 : vector;
 }
 
-// Sets whether the pairs and angles of these rows can be read in packs, and whether they are whole
-// rows in halves, then.
+// Sets whether the pairs and angles of these rows can be read in packs and, if so, whether whole
+// rows are rotated, in halves.
 inline void set_packs(Rotation& rotation, std::initializer_list<ConstRows> rows,
                       std::int64_t cols) {
   const int pack = largest_pack(rotation, rows.begin()->dtype);
@@ -78,8 +79,8 @@ struct RopeVariant : Variant {
         parameters(param_dtype),
         rounds(rounds_first(rounding, input)) {
     row = input;
-    // No row is read beside the input, but a 32-bit dtype here halves the packs.
-    beside.dtype = largest_pack(rotation, input) == 4 ? DType::kFloat32 : input;
+    beside.dtype = input;
+    widest = kVectorBytes / largest_pack(rotation, input);
     groups = rotation.groups;
     for (const bool bit : form()) {
       options = options << 1 | std::uint32_t{bit};

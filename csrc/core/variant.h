@@ -31,6 +31,7 @@ struct Variant {
   int parameters_of_column = 1;  // parameters of a column that backward holds
   DType row;                     // the element type of the row that is normalised
   ConstRows beside;              // rows read beside the input; null: none
+  int widest = 0;                // bytes: packs are no larger than for elements of this size
   ConstRows entries[2] = {};     // read in packs, too; null: none
   Rows grad_beside = {};         // their gradients, in backward
 

@@ -39,6 +39,10 @@ struct FullWarp : Tile {
   static constexpr bool kFull = true;
   static constexpr int kSure = Tile::kVectors;
 };
+// Whether all warps of a row but the last have code of their own, as FullWarp. Only in calls that
+// were timed so: the code has to be short enough for the instruction cache to hold both.
+template <typename Op>
+constexpr bool kHasFullWarps = false;
 // Whether only the last warp of a row has packs past its end.
 template <typename Tile>
 constexpr bool kLastWarpDiffers = Tile::kWarps > 1 && Tile::kSure < Tile::kVectors;

@@ -266,14 +266,17 @@ __device__ __noinline__ void finish_untrusted(const typename Op::Args& args, int
                       args, moments, scale, reciprocal(static_cast<A>(width)), place.row, saves));
 }
 
-// Whether a lane that has a pack also has the one half a row further.
-template <typename Tile>
-constexpr bool kHasHalves = Tile::kWidth == Tile::kWarpCols && Tile::kVectors % 2 == 0;
+// Whether an epilogue takes two packs half a row apart at once, and a lane has both.
+template <typename Op, typename Tile>
+constexpr bool kTakesHalves = takes_halves<typename Op::Epilogue>() && Op::Access::kWhole &&
+                              Tile::kWidth == Tile::kWarpCols && Tile::kVectors % 2 == 0;
 
-// As write_row(), for an epilogue that takes two such packs at once.
-template <typename Op, typename Lane, typename Row, int N, int kVectors, typename A>
+// As write_row(), for such an epilogue. All parameters are loaded.
+template <typename Op, typename Lane, typename Parameters, typename Row, int N, int kVectors,
+          typename A>
 __device__ __forceinline__ void write_halves(const typename Op::Args& args, std::int64_t row,
                                              const Lane& lane,
+                                             const Parameters (&parameters)[kVectors],
                                              const Pack<Row, N> (&packs)[kVectors],
                                              const Normalizer<A>& normalizer) {
   using Norm = typename Op::Norm;
@@ -282,7 +285,6 @@ __device__ __forceinline__ void write_halves(const typename Op::Args& args, std:
   using Y = typename Epilogue::Output;
   Y* const output = static_cast<Y*>(args.output.data) + row * lane.width;
   Epilogue epilogue(args, row, lane);
-  const int parameter = Epilogue::first_parameter(args, row);
   constexpr int kApart = kVectors / 2;
 #pragma unroll
   for (int i = 0; i < kApart; ++i) {
@@ -295,10 +297,8 @@ __device__ __forceinline__ void write_halves(const typename Op::Args& args, std:
         values[half][j] = Norm::normalized(values[half][j], normalizer);
       }
     }
-    epilogue.template apply_to_halves<Norm>(
-        Epilogue::template load<Norm, Access, N>(args, parameter + lane.col(i), N),
-        Epilogue::template load<Norm, Access, N>(args, parameter + lane.col(i + kApart), N), i,
-        values[0], values[1]);
+    epilogue.template apply_to_halves<Norm>(parameters[i], parameters[i + kApart], i, values[0],
+                                            values[1]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       Access::store_pack(lane, output, i + half * kApart, rounded<Y>(values[half]));
@@ -372,8 +372,8 @@ struct ForwardOp {
                                                const Lane& lane, Parameters& parameters,
                                                const Beside& beside, const Packs& packs,
                                                const Normalizer<A>& normalizer) {
-    if constexpr (takes_halves<Epilogue>() && kHasHalves<Tile>) {
-      write_halves<ForwardOp>(args, place.row, lane, packs, normalizer);
+    if constexpr (kTakesHalves<ForwardOp, Tile>) {
+      write_halves<ForwardOp>(args, place.row, lane, parameters, packs, normalizer);
     } else {
       write_row<ForwardOp, Tile>(args, place.row, lane, parameters, beside, packs, normalizer);
     }
@@ -414,10 +414,11 @@ __device__ __forceinline__ void take_row(const typename Op::Args& args, const Fo
   if constexpr (Op::kSumIsAll) {
     return;
   }
-  typename Epilogue::template Parameters<N> parameters[Tile::kAhead];
+  constexpr int kAhead = kTakesHalves<Op, Tile> ? Tile::kVectors : Tile::kAhead;
+  typename Epilogue::template Parameters<N> parameters[kAhead];
   const auto load_parameters = [&] {
 #pragma unroll
-    for (int i = 0; i < Tile::kAhead; ++i) {
+    for (int i = 0; i < kAhead; ++i) {
       parameters[i] = Epilogue::template load<Norm, Access, N>(
           args, Epilogue::first_parameter(args, place.row) + lane.col(i),
           lane.template valid<N>(i));
@@ -451,12 +452,8 @@ __device__ __forceinline__ void take_row(const typename Op::Args& args, const Fo
   Op::template write<Tile>(args, place, lane, parameters, beside, row, normalizer);
 }
 
-// Whether all warps of a row but the last have code of their own, with fewer checks for its end.
-// Only where a lane needs many, and the code is short enough for the instruction cache to hold
-// both. us without and with: LayerNorm 82.2 76.0 at 13112x5121, 77.2 72.8 at 6712x9999; but 138.3
-// 145.4 at 13112x5121 with a residual (H200, bf16).
-template <typename Op>
-constexpr bool kHasFullWarps = false;
+// us without and with: LayerNorm 82.2 76.0 at 13112x5121, 77.2 72.8 at 6712x9999; but 138.3 145.4
+// at 13112x5121 with a residual (H200, bf16).
 template <typename Norm, typename X, bool kSplit, typename W, typename Y, typename Access>
 constexpr bool kHasFullWarps<ForwardOp<Norm, Plain<X, kSplit>, Affine<W, Y>, Access>> =
     sizeof(X) == 2 && !Access::kWhole;

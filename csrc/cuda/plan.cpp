@@ -27,6 +27,7 @@ Deal deal_of(const ForwardSpec& spec) {
     narrowest = std::min(narrowest, size_of(spec.residual));
   }
   if (spec.variant != nullptr) {
+    widest = std::max(widest, spec.variant->widest);
     for (const ConstRows* rows : read_beside(*spec.variant)) {
       widest = std::max(widest, size_of(rows->dtype));
       narrowest = std::min(narrowest, size_of(rows->dtype));

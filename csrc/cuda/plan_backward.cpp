@@ -18,7 +18,7 @@ int widest(const BackwardSpec& spec) {
   const BackwardStreams streams = streams_of(spec);
   int size = std::max(size_of(spec.input), spec.adds ? size_of(spec.residual) : 0);
   if (spec.variant != nullptr) {
-    size = std::max(size, size_of(spec.variant->beside.dtype));
+    size = std::max({size, spec.variant->widest, size_of(spec.variant->beside.dtype)});
   }
   for (int s = 0; s < streams.count; ++s) {
     size = std::max(size, size_of(streams.dtypes[s]));

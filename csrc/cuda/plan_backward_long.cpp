@@ -21,7 +21,7 @@ int unit_of(const BackwardSpec& spec) {
   int widest = std::max({size_of(read_as_x(spec)), size_of(spec.grad_output), size_of(spec.row),
                          size_of(spec.input)});
   if (spec.variant != nullptr) {
-    widest = std::max(widest, size_of(spec.variant->beside.dtype));
+    widest = std::max({widest, spec.variant->widest, size_of(spec.variant->beside.dtype)});
   }
   return kVectorBytes / (spec.adds ? std::max(widest, size_of(spec.residual)) : widest);
 }

@@ -68,6 +68,10 @@ CALLS = [
     Call(4, 3, 80, 16, LLAMA, angles=BF16, others=2),
     Call(4, 3, 96, 48, GPTJ, F16, others=1),
     Call(7, 2, 72, 36, angles=BF16),
+    Call(7, 2, 72, 36),
+    Call(5, 3, 40, 20, LLAMA),
+    Call(3, 3, 64, 12, NORM, F16),
+    Call(2, 2, 8, 4),
     Call(7, 2, 128, 20, GPTJ, angles=BF16, weights="none"),
     Call(3, 2, 66, 33, LLAMA, angles=BF16),
     Call(3, 5, 33, 16, Options("gptj", "before_rotation"), F16, angles=F32),
@@ -77,6 +81,8 @@ CALLS = [
     Call(3, 2, 64, 32, shift=2, dtype=F32, weights="none"),
     Call(4, 2, 64, 32, dtype=F64, angles=F64, weights="own"),
     Call(4, 2, 48, 16, GPTJ, F64, angles=F32),
+    Call(5, 2, 64, 32, dtype=F64, angles=BF16),
+    Call(3, 2, 48, 8, GPTJ, F64, angles=F16, weights="own"),
     Call(4, 2, 1, 0),
     Call(5, 2, 128, 0, LLAMA),
     Call(300, 2, 128, 64, wanted=(True, False), others=1, sms=2),
@@ -153,7 +159,7 @@ def test_numbers(call: Call) -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("call", [CALLS[i] for i in (2, 4, 7, 8, 9, 10, 17, 21)], ids=str)
+@pytest.mark.parametrize("call", [c for c in CALLS if c.tokens > 1 and c.cols <= 512], ids=str)
 def test_heads_do_not_depend_on_others(call: Call) -> None:
     """Catches bits that follow from the number of tokens, or from where heads lie."""
     x, cos, sin, weight, dy = inputs(call)

@@ -19,6 +19,7 @@ from tests.case import generator
 from tests.ops import BF16, F16, F32, F64
 
 DTYPES = [F16, BF16, F32]
+ALL = [*DTYPES, F64]
 STYLES = ["neox", "gptj"]
 ROUNDINGS = ["once", "before_rotation", "before_weight"]
 
@@ -34,7 +35,7 @@ def angles(*shape, dtype=F32, device="cpu"):
 
 
 @pytest.mark.parametrize(
-    ("rows", "table", "weight"), list(itertools.product(DTYPES, [*DTYPES, F64], [*DTYPES, None]))
+    ("rows", "table", "weight"), list(itertools.product(ALL, ALL, [*DTYPES, None]))
 )
 @pytest.mark.parametrize("style", STYLES)
 def test_any_dtypes_together(rows, table, weight, style, device):
@@ -57,7 +58,8 @@ def test_any_dtypes_together(rows, table, weight, style, device):
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize(
-    ("cols", "half"), [(64, 32), (128, 64), (80, 16), (96, 40), (7, 3), (66, 33)]
+    ("cols", "half"),
+    [(64, 32), (128, 64), (80, 16), (96, 40), (72, 36), (40, 20), (7, 3), (66, 33)],
 )
 @pytest.mark.parametrize("style", STYLES)
 def test_pairs_turn_by_their_angle(style, cols, half, rounding, device):

@@ -206,9 +206,8 @@ struct Turn {
 template <typename Args>
 fused_op::Rotation rotation_of(const Turn& turn, const Args& args,
                                std::initializer_list<fused_op::ConstRows> rows) {
-  fused_op::AngleTables angles{turn.cos, turn.sin, turn.half, turn.adjacent};
-  angles.cos.split = angles.sin.split =
-      fused_op::RowSplit(static_cast<std::uint32_t>(turn.period), 0);
+  fused_op::AngleTables angles{turn.cos, turn.sin.data, turn.half, turn.adjacent};
+  angles.cos.split = fused_op::RowSplit(static_cast<std::uint32_t>(turn.period), 0);
   const bool rounds_xhat = args.rounding == fused_op::Rounding::kBeforeWeight;
   fused_op::Rotation made = fused_op::make_rotation(angles, turn.heads, turn.has_own_weights,
                                                     rounds_xhat, turn.rounds_norm, args);

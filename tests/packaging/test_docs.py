@@ -142,12 +142,12 @@ def test_readme_says_what_a_model_gains() -> None:
     assert 0.86 < times["Llama 1B, eager"] < 0.89, "no longer an eighth"
     assert 0.78 < times["ConvNeXt, eager"] < 0.83, "no longer a fifth"
     others = [time for label, time in times.items() if re.search("(GPT-2|ViT).*eager", label)]
-    assert others and all(0.95 < time < 1.1 for time in others), "no longer next to nothing"
+    assert others and all(0.93 < time < 1.1 for time in others), "no longer next to nothing"
     slower = [label for label, time in times.items() if time > 1]
-    assert len(slower) == 8, "no longer eight lines that are slower"
+    assert len(slower) == 9, "no longer nine lines that are slower"
     (models,) = (result for result in results if "model" in result.get("rows", [{}])[0])
-    assert model_table.slower(models).endswith(": tiny Llama, torch.compile, converted.")
-    assert 1.15 < times["tiny Llama, compiled"] < 1.22, "no longer a fifth"
+    assert model_table.slower(models).endswith(": Qwen3 0.6B, torch.compile, converted.")
+    assert 1.015 < times["Qwen3 0.6B, compiled"] < 1.025, "no longer 2 %"
 
 
 def test_readme_says_how_the_cpu_backend_compares() -> None:

@@ -7,6 +7,7 @@ heads are whole vectors: the op takes others one by one.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_op import reference
-from tests.case import generator
+from tests.case import SEED, generator
 from tests.kernels.interpreter import Gpu, empty
 from tests.kernels.run_rope import Options, run
 from tests.kernels.test_run_gated import BOUNDS
@@ -49,6 +50,7 @@ class Call:
 GPTJ = Options("gptj")
 LLAMA = Options(rounding="before_weight")
 NORM = Options(rounding="before_rotation")
+ROUNDINGS = ("once", "before_rotation", "before_weight")
 CALLS = [
     Call(5, 3, 128, 64),
     Call(5, 3, 128, 64, GPTJ, angles=BF16, others=2),
@@ -137,9 +139,45 @@ def truth_of(call: Call, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | N
     return [t.detach().double() for t in (y, *grads)]
 
 
+def random_call(g: random.Random) -> Call:
+    """Heads of any width, of which any part is rotated, and any dtypes together."""
+    dtype = g.choice([F16, BF16, F32, F64])
+    cols = g.choice([8 * g.randint(1, 40), g.randint(1, 300)])
+    is_whole = cols * dtype.itemsize % 16 == 0  # vectors, where rows lie at two strides
+    weights = g.choice(["shared", "none", *["own"] * is_whole])
+    tokens = g.choice([1, g.randint(2, 8), g.randint(9, 80)])
+    return Call(
+        tokens, g.randint(1, 5), cols,
+        half=g.choice([cols // 2, g.randint(0, cols // 2)]),
+        options=Options(g.choice(["neox", "gptj"]), g.choice(ROUNDINGS)),
+        dtype=dtype,
+        angles=g.choice([F16, BF16, F32, F64]),
+        params=F32 if weights != "none" and dtype.itemsize == 2 and g.random() < 0.3 else None,
+        weights=weights,
+        period=g.choice([0, g.randint(1, tokens)]),
+        others=g.choice([0, 1]) * is_whole,
+        shift=0 if is_whole else g.randint(0, 2),
+        wide_angles=g.random() < 0.3,
+        sms=g.choice([1, 2, 132]),
+    )  # fmt: skip
+
+
 @needs_interpreter
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_numbers(call: Call) -> None:
+    check(call)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("number", range(16))
+def test_numbers_of_random_calls(number: int) -> None:
+    """Catches widths, parts and dtypes that nobody thought of together."""
+    call = random_call(random.Random(f"{SEED} {number}"))
+    print(f"{call} (FUSED_OP_SEED={SEED})")  # of a call that fails
+    check(call)
+
+
+def check(call: Call) -> None:
     x, cos, sin, weight, dy = inputs(call)
     grad_rows = rows_for(call, None) if call.wanted[0] else None
     y, grad_weight = run(

@@ -334,8 +334,9 @@ __device__ __forceinline__ void take_rows(
   }
 }
 
-// us without and with (H200): LayerNorm 146 124 at 43662x1537, 167 135 at 10920x6145, 177 150 at
-// 6711x9999 (bf16), 224 209 at 43662x1537 (f32); with a residual 162 155 at 13104x5121 (bf16).
+// Which calls have code of their own for full warps. us without and with (H200): LayerNorm 146 124
+// at 43662x1537, 167 135 at 10920x6145, 177 150 at 6711x9999 (bf16), 224 209 at 43662x1537 (f32);
+// with a residual 162 155 at 13104x5121 (bf16).
 template <typename Norm, typename X, bool kSplit, typename W, typename Y, typename Access>
 constexpr bool kHasFullWarps<BackwardOp<Norm, Plain<X, kSplit>, Affine<W, Y>, Access>> =
     sizeof(X) <= 4 && !Access::kWhole;

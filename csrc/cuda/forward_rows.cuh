@@ -452,8 +452,8 @@ __device__ __forceinline__ void take_row(const typename Op::Args& args, const Fo
   Op::template write<Tile>(args, place, lane, parameters, beside, row, normalizer);
 }
 
-// us without and with: LayerNorm 82.2 76.0 at 13112x5121, 77.2 72.8 at 6712x9999; but 138.3 145.4
-// at 13112x5121 with a residual (H200, bf16).
+// Which calls have code of their own for full warps. us without and with: LayerNorm 82.2 76.0 at
+// 13112x5121, 77.2 72.8 at 6712x9999; but 138.3 145.4 at 13112x5121 with a residual (H200, bf16).
 template <typename Norm, typename X, bool kSplit, typename W, typename Y, typename Access>
 constexpr bool kHasFullWarps<ForwardOp<Norm, Plain<X, kSplit>, Affine<W, Y>, Access>> =
     sizeof(X) == 2 && !Access::kWhole;

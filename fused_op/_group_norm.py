@@ -272,4 +272,4 @@ def _fake_backward(
 torch.library.register_fake("fused_op::group_norm_forward", _fake_forward)
 torch.library.register_fake("fused_op::group_norm_backward", _fake_backward)
 
-_GROUP_NORM = Variant("group_norm", _formula, _check)
+_GROUP_NORM = Variant("group_norm", _formula, _check, by_rows=False)

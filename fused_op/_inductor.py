@@ -82,3 +82,10 @@ def version_of(*files: str) -> str:
     for file in files:
         digest.update(Path(file).read_bytes())
     return digest.hexdigest()
+
+
+def arguments_of(call: fx.Node) -> dict[str, Any]:
+    """All arguments of one of our ops, by name and in the order of its schema."""
+    schema = call.target._schema.arguments  # type: ignore[union-attr]
+    given = dict(zip((a.name for a in schema), call.args, strict=False)) | dict(call.kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in schema}

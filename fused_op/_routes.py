@@ -59,6 +59,7 @@ from ._options import (
 )
 from ._philox import dropout_state
 from ._recorded import record
+from ._row_order import in_row_order, is_compiled
 
 # The names of a public function's arguments, by position and by keyword.
 _OVERRIDABLE: dict[str, tuple[list[str], list[str]]] = {}
@@ -171,7 +172,9 @@ def run_backward(
     The node in C++ calls it, too, when it does not run the kernel itself: ``csrc/autograd.cpp``.
     """
     # The kernel, the dispatcher's op and the formula have the same arguments.
-    grad_output, grad_sum, _, _, _, stats, _ = tensors
+    grad_output, grad_sum, *_, stats, _ = tensors
+    if is_compiled(grad_output):
+        tensors = in_row_order(grad_output), in_row_order(grad_sum), *tensors[2:]
     formula: Any = normalize_backward
     backward: Any = fused_op_cuda.norm_backward
     if stats is None or open_blocks:  # no kernel in forward, or none now

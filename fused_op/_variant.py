@@ -29,6 +29,7 @@ from fused_op_cuda import KernelError
 from ._contexts import is_differentiated, is_recording, is_transformed
 from ._disabled import open_blocks
 from ._routes import warn_of_missing_kernel
+from ._row_order import in_row_order, is_compiled
 from ._sizes import differ
 
 Tensors = tuple[Tensor | None, ...]
@@ -82,6 +83,7 @@ class Variant:
             dtype and shape: no op may return what it is given.
         views: ``views(tensors, options)`` returns further outputs, which are views of the tensors:
             nor may an op return those.
+        by_rows: the kernels read gradients row by row, and not images in their memory format.
     """
 
     def __init__(
@@ -93,11 +95,12 @@ class Variant:
         gradients: Callable[..., Tensors] | None = None,
         passed: Callable[[Tensors], Passed | None] = _none_passed,
         views: Callable[[Tensors, Options], tuple[Tensor, ...]] = _no_views,
+        by_rows: bool = True,
     ) -> None:
         """See the class."""
         self.name = name
         self.formula, self.check, self.gradients = formula, check, gradients
-        self.passed, self.views = passed, views
+        self.passed, self.views, self.by_rows = passed, views, by_rows
         self.forward_op: Any = getattr(torch.ops.fused_op, f"{name}_forward").default
         self.backward_op: Any = getattr(torch.ops.fused_op, f"{name}_backward").default
         self._read_schemas()
@@ -179,6 +182,8 @@ class Variant:
         """A gradient, or None, for each of the tensors. At least one of ``grads`` is there."""
         saved, options, wanted, _ = call
         has_stats = saved["stats"] is not None
+        if self.by_rows and any(map(is_compiled, grads)):
+            grads = tuple(map(in_row_order, grads))
         if has_stats and is_dynamo_compiling():
             return self._backward_by_op(grads, call)
         if has_stats and not open_blocks and not is_differentiated(*grads):

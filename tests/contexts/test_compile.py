@@ -6,6 +6,8 @@ or error that is not the eager one, and a shape, dtype or stride that tracing fo
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
@@ -183,3 +185,51 @@ def test_one_tensor_as_several_arguments(same, device):
         torch.autograd.grad(result.cos().sum(), tensors),
         torch.autograd.grad(expected.cos().sum(), tensors),
     )
+
+
+def permuted(x, norm):
+    """The gradient arrives as attention leaves it: head by head."""
+    return norm(x).transpose(1, 2).contiguous()
+
+
+def part_of_a_sum(x, norm):
+    """The gradient is part of a larger one, whose rows the kernel can read where they are."""
+    return torch.cat((norm(x), x), 1)
+
+
+def norm_of_images(x):
+    """Rows in front, so that it can be called like the others."""
+    image = x.permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
+    return fused_op.fused_channels_first_rms_norm(image).permute(0, 2, 3, 1)
+
+
+ORDERS = [
+    (permuted, fused_op.fused_rms_norm),
+    (permuted, fused_op.fused_l2_norm),
+    (part_of_a_sum, fused_op.fused_rms_norm),
+    (part_of_a_sum, fused_op.fused_l2_norm),
+    (part_of_a_sum, norm_of_images),
+]
+
+
+@pytest.mark.parametrize(("function", "norm"), ORDERS)
+def test_order_of_gradients(function, norm):
+    """Catches a copy of permuted gradients in the op, and one of gradients that need none."""
+    found = []
+
+    def keep(graph, example):
+        for node in graph.graph.nodes:
+            if "_backward" in str(node.target) and "fused_op" in str(node.target):
+                of_norm = node.target is torch.ops.fused_op.norm_backward.default
+                found.append(node.args[1 if of_norm else 0])
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    x = torch.randn(2, 5, 3, 8, requires_grad=True)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    results = []
+    for call in (function, torch.compile(function, backend=backend, fullgraph=True)):
+        results.append(torch.autograd.grad(call(x, norm).cos().sum(), x))
+    assert_same(results[0], results[1], rtol=0, atol=0)
+    (gradient,) = found
+    assert gradient.meta["val"].is_contiguous() is (function is permuted)

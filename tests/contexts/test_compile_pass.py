@@ -25,6 +25,7 @@ def is_clean():
         yield
     torch.compiler.reset()
     assert torch._inductor.config.post_grad_custom_pre_pass is None
+    assert torch._inductor.config.pre_grad_custom_pass is None
 
 
 def inductor(generates_code: bool):
@@ -87,7 +88,7 @@ def test_llama_like_model(norm, dtype, device: str) -> None:
     # Generated code keeps bfloat16 sums in float32: there, one norm runs it.
     with inductor(norm is fused_op.FusedRMSNorm and dtype is torch.bfloat16):
         without, found, report = both(model, x, parameters=model.parameters())
-    assert report == (2, 2, {})
+    assert report == (2, 2, 0, {})
     assert str(report) == "additions fused into norms: 2 forward, 2 backward"
     assert torch.equal(without[0], found[0])  # the sum is rounded in both
     if dtype is torch.bfloat16:  # of the gradients, once instead of twice
@@ -105,7 +106,7 @@ def test_autocast(device: str) -> None:
     x = torch.randn(3, 7, 16, device=device, requires_grad=True)
     with torch.autocast(device, torch.bfloat16), inductor(generates_code=False):
         without, found, report = both(model, x, parameters=model.parameters())
-    assert report == (4, 4, {})
+    assert report == (4, 4, 0, {})
     assert torch.equal(without[0], found[0]) and found[0].dtype is torch.float32
     torch.testing.assert_close(found, without, rtol=1e-5, atol=1e-6)
 
@@ -117,7 +118,7 @@ def test_inference_and_dynamic_shapes(device: str) -> None:
     for options in ({}, {"dynamic": True}):
         with torch.no_grad(), inductor(generates_code="dynamic" in options):
             without, found, report = both(model, torch.randn(5, 16, device=device), **options)
-        assert report == (4, 0, {}) and torch.equal(without[0], found[0])
+        assert report == (4, 0, 0, {}) and torch.equal(without[0], found[0])
 
 
 def test_rows_that_only_the_data_tells() -> None:
@@ -146,7 +147,7 @@ def test_norms_of_pytorch_and_converted_ones() -> None:
     torch.compiler.reset()
     with torch.no_grad(), fused_op.compile_pass() as handle:
         torch.testing.assert_close(compiled(plain, x)[0], expected, rtol=1e-5, atol=1e-5)
-    assert handle.report() == (4, 0, {})
+    assert handle.report() == (4, 0, 0, {})
 
 
 @pytest.mark.slow
@@ -228,7 +229,7 @@ def test_what_stays(name: str) -> None:
     x, y = torch.randn(2, 16, 16)
     with inductor(generates_code=False):
         without, found, report = both(function, x, y)
-    assert report == (0, 0, {reason: 1})
+    assert report == (0, 0, 0, {reason: 1})
     assert torch.equal(without[0], found[0])
 
 
@@ -240,7 +241,7 @@ def test_dropout_of_the_output_stays() -> None:
 
     with fused_op.compile_pass() as handle:
         output = compiled(function, *torch.randn(2, 64, 16))[0]
-    assert handle.report() == (0, 0, {"dropout follows the norm": 1})
+    assert handle.report() == (0, 0, 0, {"dropout follows the norm": 1})
     assert 0.3 < output.count_nonzero() / output.numel() < 0.7
 
 

@@ -130,12 +130,13 @@ def compile_pass() -> CompilePass:
     :func:`fused_rms_norm_rope` with the roundings of both: models that compute
     ``heads * cos + rotate_half(heads) * sin`` as Llama of transformers does, with cos and sin of
     the dtype of the heads. Both halves of cos and sin must be seen to be equal, so the graph has to
-    contain where they come from: a layer that is compiled alone keeps its rotations.
+    contain where they come from: a layer that is compiled alone, or checkpointed, keeps its
+    rotations. So do norms that :func:`override_torch` replaced.
 
     An addition stays if it broadcasts or converts, if its result does not lie in memory row by row,
     if dropout follows the norm, or if Inductor fuses it better with what computes its operand.
 
-    It works on modules of this package, on converted models, and on norms that
+    Additions move on modules of this package, on converted models, and on norms that
     :func:`override_torch` replaced. Graphs that already exist do not change: call this before the
     first call of the model.
 

@@ -20,12 +20,21 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ._graph_effects import changes_mode, may_change, shows_order, value_of
 from ._inductor import arguments_of
 from ._rms_norm_rope import fused_rms_norm_rope
 
 _FORWARD = torch.ops.fused_op.norm_forward.default
+_BACKWARD = torch.ops.fused_op.norm_backward.default
+
+# All that the graphs of our own autograd.Function contain.
+_OF_OUR_FUNCTION: Any = (
+    *(_FORWARD, _BACKWARD, torch.ops.fused_op.in_row_order.default, operator.getitem),
+    *(torch._C._set_grad_enabled, torch._C._are_functorch_transforms_active),
+)
 
 _ADD: Any = (operator.add, torch.add, "add")
 _MUL: Any = (operator.mul, torch.mul, "mul")
@@ -33,16 +42,8 @@ _NEG: Any = (operator.neg, torch.neg, "neg")
 _CAT: Any = (torch.cat,)
 _UNSQUEEZE: Any = (torch.unsqueeze, "unsqueeze")
 _TRANSPOSE: Any = (torch.transpose, "transpose")
-_SWAPPED = ([1, 2], [2, 1])
 # What computes each element from the one in its place.
 _ELEMENTWISE: Any = (torch.cos, "cos", torch.sin, "sin", "to", "float", "contiguous", *_MUL)
-
-
-_IN_PLACE = {
-    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
-    *(operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor),
-    *(operator.ilshift, operator.irshift, operator.setitem),
-}
 
 
 class _Rotation(NamedTuple):
@@ -70,10 +71,10 @@ def fuse_rotations(graph: fx.Graph) -> tuple[int, Counter[str]]:
         norm = None if rotation is None else _norm_before(graph, rotation)
         if rotation is None or norm is None:
             continue
-        if reason := _why_not(graph, rotation, norm):
+        reason = _why_not(graph, rotation, norm) or _fuse(graph, rotation, norm)
+        if reason:
             left[reason] += 1
         else:
-            _fuse(graph, rotation, norm)
             done += 1
     return done, left
 
@@ -99,8 +100,9 @@ def _orders(node: Any, targets: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_call(node: Any, targets: Any) -> bool:
+    """Whether a node is one of these calls, with its first operand by position."""
     is_call = isinstance(node, fx.Node) and node.op in ("call_function", "call_method")
-    return is_call and node.target in targets
+    return is_call and bool(node.args) and node.target in targets
 
 
 def _is_crossed(node: Any, turned: Any) -> bool:
@@ -132,10 +134,11 @@ def _whole(addition: fx.Node, turned: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 def _parts_side_by_side(node: Any) -> Any:
     """The operands of a ``cat`` along the last dimension."""
-    if not _is_call(node, _CAT) or len(node.args) != 1:
+    if not _is_call(node, _CAT):
         return ()
-    is_last = node.kwargs.get("dim") in (-1, len(_shape(node)) - 1)
-    return node.args[0] if is_last else ()
+    parts: Any = node.args[0]
+    dimension = [*node.args[1:], *node.kwargs.values()]
+    return parts if dimension in ([-1], [len(_shape(node)) - 1]) else ()
 
 
 def _slice_of(node: Any) -> tuple[Any, Any]:
@@ -152,21 +155,25 @@ def _with_angles(
 ) -> _Rotation | None:
     if not _is_call(cos, _UNSQUEEZE) or not _is_call(sin, _UNSQUEEZE):
         return None
-    dimensions: list[Any] = []
-    for angles in (cos, sin):
-        dimensions += [d % 4 for d in (*angles.args[1:], *angles.kwargs.values())]
+    dimensions = [_dimensions(angles) for angles in (cos, sin)]
     cos, sin = cos.args[0], sin.args[0]
     ranks = [len(_shape(node)) for node in (heads, cos, sin)]
-    if dimensions not in ([1, 1], [2, 2]) or ranks != [4, 3, 3]:
+    if dimensions not in ([[1], [1]], [[2], [2]]) or ranks != [4, 3, 3]:
         return None
-    return _Rotation(output, heads, turned, cos, sin, dimensions[0])
+    return _Rotation(output, heads, turned, cos, sin, dimensions[0][0])
+
+
+def _dimensions(call: fx.Node) -> list[int]:
+    """The arguments of a call that are dimensions, where its result has four."""
+    dimensions = (*call.args[1:], *call.kwargs.values())
+    return [d % 4 for d in dimensions if isinstance(d, int)]
 
 
 def _norm_before(graph: fx.Graph, rotation: _Rotation) -> _Norm | None:
     """The RMS norm of this package whose output is rotated."""
     output: Any = rotation.heads
     if rotation.head_dimension == 1 and _is_call(output, _TRANSPOSE):
-        if [dimension % 4 for dimension in output.args[1:]] not in _SWAPPED:
+        if _dimensions(output) not in ([1, 2], [2, 1]):
             return None
         output = output.args[0]
     call = output.args[0] if _is_call(output, (operator.getitem,)) else output
@@ -180,16 +187,40 @@ def _recorded(graph: fx.Graph, call: fx.Node) -> dict[str, Any] | None:
     """The arguments of the op in an ``autograd.Function``, which has a graph of its own."""
     if getattr(call.target, "__name__", "") != "autograd_function_apply":
         return None
-    of_forward: Any = call.args[0]
-    body = getattr(graph.owning_module, of_forward.target).graph
-    ops = body.find_nodes(op="call_function", target=_FORWARD)
-    if len(ops) != 1:
+    names: Any = call.args[:2]
+    forward, backward = (getattr(graph.owning_module, name.target).graph for name in names)
+    if not _is_ours(forward, backward):
         return None
-    outer = dict(zip(body.find_nodes(op="placeholder"), call.args[2:], strict=False))
-    inner = arguments_of(ops[0])
+    (op,) = forward.find_nodes(op="call_function", target=_FORWARD)
+    outer = dict(zip(forward.find_nodes(op="placeholder"), call.args[2:], strict=False))
+    inner = arguments_of(op)
     given = {name: outer.get(v) if isinstance(v, fx.Node) else v for name, v in inner.items()}
     lost = [name for name, value in inner.items() if value is not None and given[name] is None]
     return None if lost else given
+
+
+def _is_ours(forward: fx.Graph, backward: fx.Graph) -> bool:
+    """Whether two graphs are the norm and its gradients, from a saved input, and nothing else."""
+    calls = [n for graph in (forward, backward) for n in graph.nodes if "call" in n.op]
+    ops = [n for n in calls if n.target in (_FORWARD, _BACKWARD)]
+    if [n.target for n in ops] != [_FORWARD, _BACKWARD]:
+        return False
+    given = arguments_of(ops[1])
+    gradients = [(ops[1], i) for i, is_wanted in enumerate(given["wanted"]) if is_wanted]
+    return (
+        all(n.target in _OF_OUR_FUNCTION for n in calls)
+        and not given["x_is_output"]
+        and _results(forward)[:1] == [(ops[0], 0)]
+        and [result for result in _results(backward) if result is not None] == gradients
+    )
+
+
+def _results(graph: fx.Graph) -> list[Any]:
+    """Operands of the calls that compute the results; forward returns what it saves behind them."""
+    results: Any = graph.output_node().args[0]
+    while results and isinstance(results[0], tuple):
+        results = results[0]
+    return [result.args if isinstance(result, fx.Node) else result for result in results]
 
 
 # --- Whether it may be fused --------------------------------------------------------------------
@@ -197,26 +228,65 @@ def _recorded(graph: fx.Graph, call: fx.Node) -> dict[str, Any] | None:
 
 def _why_not(graph: fx.Graph, rotation: _Rotation, norm: _Norm) -> str:
     given, weight = norm.given, norm.given["weight"]
-    _, heads, turned, cos, sin, _ = rotation
-    dtype = _value(heads).dtype
-    taken_once = {"residual": None, "bias": None, "dropout_p": 0.0, "normalized_ndim": 1}
-    if any(given[name] != value for name, value in taken_once.items()):
-        return "the norm in front of a rotation has a residual, a bias or dropout"
+    output, heads, turned, cos, sin, _ = rotation
+    of_norm = [given["input"], *([] if weight is None else [weight])]
+    values: dict[fx.Node, Any] = {
+        n: value_of(n) for n in (output, norm.output, heads, turned, cos, sin, *of_norm)
+    }
+    if any(value is None for value in values.values()):
+        return "a tensor is not a plain one"
+    if given["normalized_ndim"] != 1 or any(
+        given[name] is not None for name in ("residual", "bias", "rng_state")
+    ):
+        return "the norm in front of a rotation has a residual, a bias, dropout or more dimensions"
+    if not _shapes_fit(rotation):
+        return "cos and sin are not those of each position"
     expected = {norm.output: 1, heads: 2, turned: 3}  # the last holds where some are the same
     if any(len(node.users) != count for node, count in expected.items()):
         return "normalised heads are used without rotation, too"
-    if {_value(node).dtype for node in (given["input"], cos, sin, turned)} != {dtype}:
+    dtype = values[heads].dtype
+    if {values[node].dtype for node in (given["input"], cos, sin, output)} != {dtype}:
         return "the dtypes of a norm and of the rotation behind it differ"
     # Elsewhere the product with the weight is not rounded before the rotation.
-    is_rounded = weight is None or (_value(weight).dtype == dtype and not given["zero_centered"])
+    is_rounded = weight is None or (values[weight].dtype == dtype and not given["zero_centered"])
     if given["rounding"] != "once" and not is_rounded:
         return "the roundings of a norm and of the rotation behind it do not fit together"
     chains = [_chain_of_halves(angles) for angles in (cos, sin)]
-    if not all(chains) or any(_value(angles).requires_grad for angles in (cos, sin)):
+    if not all(chains) or values[cos].requires_grad or values[sin].requires_grad:
         return "the graph does not show that both halves of cos and sin are equal"
-    if _is_disturbed(graph, rotation.output, norm, {*chains[0], *chains[1]}):
-        return "something changes in place, or a mode, between a norm and the rotation behind it"
+    between = _between((norm.output, cos, sin), output)
+    if may_change(graph, {*chains[0], *chains[1], *of_norm, *between}):
+        return "something may change in place what a rotation or the norm before it reads"
+    is_same_mode = values[norm.output].requires_grad == values[output].requires_grad
+    if not is_same_mode or changes_mode(graph, norm.node, output):
+        return "a norm and the rotation behind it are not in the same mode"
     return ""
+
+
+def _between(operands: tuple[fx.Node, ...], result: fx.Node) -> set[fx.Node]:
+    """What leads from some nodes to another one, with them and without it."""
+    found, rest = set[fx.Node](), [result]
+    while rest:
+        new = set(rest.pop().all_input_nodes) - found
+        found |= new
+        rest += new - set(operands)
+    return found
+
+
+def _shapes_fit(rotation: _Rotation) -> bool:
+    """Whether there is a number in cos and sin for each pair of columns of each position."""
+    batch, *middle, _ = _shape(rotation.heads)
+    expected = [batch, middle[2 - rotation.head_dimension], _shape(rotation.turned)[-1]]
+    cos = _shape(rotation.cos)
+    return not (
+        _may_differ(cos, _shape(rotation.sin))
+        or _may_differ(_shape(rotation.output), _shape(rotation.heads))
+        or (_may_differ(cos, expected) and _may_differ(cos, [1, *expected[1:]]))
+    )
+
+
+def _may_differ(shape: Any, other: Any) -> bool:
+    return not all(statically_known_true(m == n) for m, n in zip(shape, other, strict=True))
 
 
 def _chain_of_halves(angles: Any) -> list[fx.Node]:
@@ -227,85 +297,60 @@ def _chain_of_halves(angles: Any) -> list[fx.Node]:
         parts = _parts_side_by_side(angles)
         if len(parts) == 2 and parts[0] is parts[1]:
             return chain
-        scale = angles.args[1:] if angles.target in _MUL else ()
-        if not _is_call(angles, _ELEMENTWISE) or any(isinstance(s, fx.Node) for s in scale):
+        if not _is_call(angles, _ELEMENTWISE) or len(angles.all_input_nodes) != 1:
             return []
         angles = angles.args[0]
     return []
 
 
-def _is_disturbed(graph: fx.Graph, output: fx.Node, norm: _Norm, angles: set[fx.Node]) -> bool:
-    """Whether computing the norm where the rotation ends could give something else."""
-    is_behind_norm = False
-    for node in graph.nodes:
-        if node is output:
-            return False
-        is_behind_norm = is_behind_norm or node is norm.node
-        name = getattr(node.target, "__name__", str(node.target))
-        changed = _changed_by(node, name)
-        if is_behind_norm and (changed or "set_grad" in name or "autocast" in name):
-            return True
-        while isinstance(changed, fx.Node):  # a view of what is its first argument, perhaps
-            if changed in angles:
-                return True
-            changed = changed.args[0] if changed.args else None
-    return True
-
-
-def _changed_by(node: fx.Node, name: str) -> Any:
-    """What a call changes in place, if it does."""
-    if node.op not in ("call_function", "call_method"):
-        return None
-    schema = getattr(node.target, "_schema", None)
-    changes = (
-        (name.endswith("_") and not name.endswith("__"))
-        or node.target in _IN_PLACE
-        or node.kwargs.get("inplace")
-        or (schema is not None and schema.is_mutable)
-    )
-    return node.kwargs.get("out") or (node.args[0] if changes and node.args else None)
-
-
 # --- Fusing -------------------------------------------------------------------------------------
 
 
-def _fuse(graph: fx.Graph, rotation: _Rotation, norm: _Norm) -> None:
-    half = _shape(rotation.cos)[-1] // 2
-    rounding = "before_rotation" if norm.given["rounding"] == "once" else "before_weight"
+def _fuse(graph: fx.Graph, rotation: _Rotation, norm: _Norm) -> str:
+    """Put the fused op where the rotation was. Returns a reason if that has to stay."""
+    output, given = rotation.output, norm.given
+    rounding = "before_rotation" if given["rounding"] == "once" else "before_weight"
     swaps = rotation.head_dimension == 1
-    with graph.inserting_before(rotation.output):
-        angles = [
-            _called(graph, operator.getitem, source, (Ellipsis, slice(None, half, None)))
-            for source in (rotation.cos, rotation.sin)
-        ]
-        rows = norm.given["input"]
-        if swaps and norm.output is rotation.heads:
-            rows = _called(graph, torch.transpose, rows, 1, 2)
-        fused = _called(
-            *(graph, fused_rms_norm_rope, rows, *angles, norm.given["weight"], norm.given["eps"]),
-            zero_centered=norm.given["zero_centered"],
-            rounding=rounding,
-        )
-        if swaps:
-            fused = _called(graph, torch.transpose, fused, 1, 2)
+    half = slice(None, _shape(rotation.cos)[-1] // 2, None)
+    new: list[fx.Node] = []
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = graph.call_function(function, args, kwargs)
+        new.append(node)
+        values = [arg.meta["example_value"] if isinstance(arg, fx.Node) else arg for arg in args]
+        node.meta["example_value"] = function(*values, **kwargs)
+        return node
+
+    try:
+        with graph.inserting_before(output):
+            angles = [call(operator.getitem, a, (..., half)) for a in (rotation.cos, rotation.sin)]
+            rows = given["input"]
+            if swaps and norm.output is rotation.heads:
+                rows = call(torch.transpose, rows, 1, 2)
+            options = {"zero_centered": given["zero_centered"], "rounding": rounding}
+            operands = rows, *angles, given["weight"], given["eps"]
+            fused = call(fused_rms_norm_rope, *operands, **options)
+            fused = call(torch.transpose, fused, 1, 2) if swaps else fused
+        reason = _why_not_instead(fused, output)
+    except Exception as error:  # what it does not foresee must not keep a model from compiling
+        reason = f"fused_rms_norm_rope does not take it: {error}"
+    if reason:
+        for node in reversed(new):
+            graph.erase_node(node)
+        return reason
     # What is left without a user has no effect, and goes with the compiler's first pass over it.
-    rotation.output.replace_all_uses_with(fused)
-    graph.erase_node(rotation.output)
+    output.replace_all_uses_with(fused)
+    graph.erase_node(output)
+    return ""
 
 
-def _called(graph: fx.Graph, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    node = graph.call_function(function, args, kwargs)
-    values = [_value(arg) if isinstance(arg, fx.Node) else arg for arg in args]
-    node.meta["example_value"] = function(*values, **kwargs)
-    return node
-
-
-def _value(node: fx.Node) -> Tensor:
-    """A tensor without data, from which dynamo knows shape and dtype."""
-    value: Tensor = node.meta["example_value"]
-    return value
+def _why_not_instead(fused: fx.Node, output: fx.Node) -> str:
+    new, old = fused.meta["example_value"], output.meta["example_value"]
+    if _may_differ(new.stride(), old.stride()) and shows_order(output):
+        return "what uses the output of a rotation may depend on its order in memory"
+    return ""
 
 
 def _shape(node: Any) -> tuple[Any, ...]:
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return tuple(value.shape) if isinstance(value, Tensor) else ()
+    value = value_of(node)
+    return () if value is None else tuple(value.shape)

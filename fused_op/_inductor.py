@@ -43,15 +43,18 @@ class Slot:
     def __init__(self, config: Any, name: str, ours: GraphPass, version: str) -> None:
         """See :func:`install`."""
         self._config, self._name = config, name
-        self._before = getattr(config, name)
-        self._pass = _behind(self._before, ours, version)
+        self._pass = _behind(getattr(config, name), ours, version)
         setattr(config, name, self._pass)
 
     def remove(self) -> None:
         """Take the pass out. Where another one has been put around it since, it does nothing."""
-        self._pass.is_on = False
-        if getattr(self._config, self._name) is self._pass:
-            setattr(self._config, self._name, self._before)
+        self._pass.fused_op_is_on = False
+        current = getattr(self._config, self._name)
+        while (
+            getattr(current, "fused_op_is_on", True) is False
+        ):  # of ours, and those removed before it
+            current = current.before
+        setattr(self._config, self._name, current)
 
 
 def _behind(before: Any, ours: GraphPass, version: str) -> Any:
@@ -60,18 +63,21 @@ def _behind(before: Any, ours: GraphPass, version: str) -> Any:
     others = [] if before is None else before if isinstance(before, (list, tuple)) else [before]
 
     class Pass(CustomGraphPass):
-        is_on = True
+        fused_op_is_on = True
+
+        def __init__(self) -> None:
+            self.before = before
 
         def __call__(self, graph: fx.Graph) -> None:
             for other in others:
                 other(graph)
-            if self.is_on:
+            if self.fused_op_is_on:
                 ours(graph)
 
         def uuid(self) -> Any:
             """None, which turns Inductor's caches off, if another pass has none."""
             ids = [getattr(other, "uuid", lambda: None)() for other in others]
-            return None if None in ids else (version, self.is_on, *ids)
+            return None if None in ids else (version, self.fused_op_is_on, *ids)
 
     return Pass()
 

@@ -58,7 +58,8 @@ def after_the_norm(x: Tensor, weight: Tensor, freqs: Tensor) -> Tensor:
 def before_the_norm(x: Tensor, weight: Tensor, freqs: Tensor) -> Tensor:
     """As in Gemma 3: the norm sees heads first."""
     heads = x.view(*x.shape[:-1], -1, COLS).transpose(1, 2)
-    return rotated(fused_rms_norm(heads, weight, zero_centered=True), *angles(freqs, x.dtype))
+    heads = fused_rms_norm(heads, weight, zero_centered=True)
+    return rotated(heads, *angles(freqs, x.dtype)).contiguous()
 
 
 def without_transposition(x: Tensor, weight: Tensor, freqs: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ def without_transposition(x: Tensor, weight: Tensor, freqs: Tensor) -> Tensor:
 def of_some_columns(x: Tensor, weight: Tensor, freqs: Tensor) -> Tensor:
     """As in GLM 4.5 and Qwen3-Next."""
     heads = fused_rms_norm(x.view(*x.shape[:-1], -1, COLS), weight).transpose(1, 2)
-    return partly_rotated(heads, *angles(freqs[..., :4], x.dtype))
+    return partly_rotated(heads, *angles(freqs[..., :4], x.dtype)).contiguous()
 
 
 def rewritten(function, *given: Tensor):
@@ -172,6 +173,22 @@ def input_that_changes(x, weight, freqs):
     return rotated(heads.transpose(1, 2), *angles(freqs, x.dtype)) + x.mean() * weight.mean()
 
 
+def halves_swapped_and_changed(x, weight, freqs):
+    heads = fused_rms_norm(x.view(*x.shape[:-1], -1, COLS), weight).transpose(1, 2)
+    cos, sin = (a.unsqueeze(1) for a in angles(freqs, x.dtype))
+    swapped = turned(heads)
+    swapped[..., 0] = 5
+    return heads * cos + swapped * sin
+
+
+def product_that_changes(x, weight, freqs):
+    heads = fused_rms_norm(x.view(*x.shape[:-1], -1, COLS), weight).transpose(1, 2)
+    cos, sin = (a.unsqueeze(1) for a in angles(freqs, x.dtype))
+    product = heads * cos
+    product.add_(1)
+    return product + turned(heads) * sin
+
+
 def constant_heads(x, weight, freqs):
     heads = fused_rms_norm(x.view(*x.shape[:-1], -1, COLS), weight)
     with torch.no_grad():
@@ -196,8 +213,69 @@ def other_roundings(x, weight, freqs):
     return rotated(heads.transpose(1, 2), *angles(freqs, x.dtype))
 
 
+def a_view_of_the_output(x, weight, freqs):
+    heads = fused_rms_norm(x.view(*x.shape[:-1], -1, COLS).transpose(1, 2), weight)
+    return rotated(heads, *angles(freqs, x.dtype)).view(BATCH * HEADS, SEQ, COLS)
+
+
+def angles_of_more_samples(x, weight, freqs):
+    heads = fused_rms_norm(x[:1].view(1, SEQ, -1, COLS), weight)
+    return rotated(heads.transpose(1, 2), *angles(freqs.expand(BATCH, -1, -1), x.dtype))
+
+
+def halves_that_change_in_a_list(x, weight, freqs):
+    cos, sin = angles(freqs, x.dtype)
+    torch._foreach_mul_([cos[..., :3], sin[..., 5:]], 2.0)
+    heads = fused_rms_norm(x.view(*x.shape[:-1], -1, COLS), weight)
+    return rotated(heads.transpose(1, 2), cos, sin)
+
+
+def angles_scaled_by_a_tensor(x, weight, freqs):
+    cos, sin = angles(freqs, x.dtype)
+    cos = torch.mul(cos, other=weight.detach())
+    heads = fused_rms_norm(x.view(*x.shape[:-1], -1, COLS), weight)
+    return rotated(heads.transpose(1, 2), cos, sin)
+
+
+def norm_that_saves_its_output(x, weight, freqs):
+    rows = x.detach() * 1
+    heads = fused_rms_norm(rows.view(*x.shape[:-1], -1, COLS), weight, memory_efficient=True)
+    return rotated(heads.transpose(1, 2), *angles(freqs, x.dtype)) + x.mean()
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        return fused_rms_norm(x, weight) * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient.sum((0, 1, 2))
+
+
+class WithAnotherGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        return fused_rms_norm(x, weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 100, gradient.sum((0, 1, 2))
+
+
+def another_function(x, weight, freqs):
+    heads = Twice.apply(x.view(*x.shape[:-1], -1, COLS), weight)
+    return rotated(heads.transpose(1, 2), *angles(freqs, x.dtype))
+
+
+def function_with_another_gradient(x, weight, freqs):
+    heads = WithAnotherGradient.apply(x.view(*x.shape[:-1], -1, COLS), weight)
+    return rotated(heads.transpose(1, 2), *angles(freqs, x.dtype))
+
+
 HALVES = "the graph does not show that both halves of cos and sin are equal"
-PLACE = "something changes in place, or a mode, between a norm and the rotation behind it"
+PLACE = "something may change in place what a rotation or the norm before it reads"
+MODE = "a norm and the rotation behind it are not in the same mode"
 USED = "normalised heads are used without rotation, too"
 STAYS = {
     used_elsewhere: USED,
@@ -207,26 +285,38 @@ STAYS = {
     halves_that_change: PLACE,
     halves_that_change_in_a_view: PLACE,
     input_that_changes: PLACE,
-    constant_heads: PLACE,
+    halves_swapped_and_changed: PLACE,
+    product_that_changes: PLACE,
+    constant_heads: MODE,
     angles_that_learn: HALVES,
     wider_angles: "the dtypes of a norm and of the rotation behind it differ",
+    a_view_of_the_output: "what uses the output of a rotation may depend on its order in memory",
+    angles_of_more_samples: "cos and sin are not those of each position",
+    halves_that_change_in_a_list: PLACE,
+    angles_scaled_by_a_tensor: HALVES,
+    norm_that_saves_its_output: "",
+    another_function: "",
+    function_with_another_gradient: "",
     other_roundings: "the roundings of a norm and of the rotation behind it do not fit together",
 }
 
 
 @pytest.mark.parametrize("function", STAYS)
 def test_what_stays(function) -> None:
-    """Catches a rewrite that would change values or gradients; each reason is reported."""
+    """Catches a rewrite that would change values or gradients.
+
+    Each reason is reported, unless the norm is not known as one of ours.
+    """
     x, weight, freqs = inputs(torch.float32)
     expected, found, report = rewritten(function, x, weight, freqs)
-    assert report == (0, {STAYS[function]: 1})
+    assert report == (0, {STAYS[function]: 1} if STAYS[function] else {})
     assert all(map(torch.equal, expected, found))
 
 
 NOT_ROTATIONS = {
     "a difference": lambda x, c, s: (x * c.unsqueeze(1)) - (turned(x) * s.unsqueeze(1)),
     "halves in order": lambda x, c, s: (
-        x * c.unsqueeze(1) + torch.cat((-x[..., :8], x[..., 8:]), -1) * s.unsqueeze(1)
+        x * c.unsqueeze(1) + torch.cat((-x[..., :8], x[..., 8:]), dim=-1) * s.unsqueeze(1)
     ),
     "the other half negated": lambda x, c, s: (
         x * c.unsqueeze(1) + torch.cat((x[..., 8:], -x[..., :8]), -1) * s.unsqueeze(1)
@@ -239,6 +329,9 @@ NOT_ROTATIONS = {
         x * c.unsqueeze(1) + torch.cat((-x[:, :, 2:], x[:, :, :2]), 2) * s.unsqueeze(1)
     ),
     "scaled": lambda x, c, s: torch.add(x * c[:, None], turned(x) * s[:, None], alpha=2),
+    "the dimension by position": lambda x, c, s: (
+        x * c.unsqueeze(1) + torch.cat((-x[..., 8:], x[..., 8:]), -1) * s.unsqueeze(1)
+    ),
     "a head each": lambda x, c, s: x * c.unsqueeze(2) + turned(x) * s.unsqueeze(2),
 }
 
@@ -271,7 +364,7 @@ def test_random_attention(seed: int) -> None:
         rows = rows.transpose(1, 2) if first else rows
         rows = fused_rms_norm(rows, weight, 1e-3, zero_centered=centred)
         rows = rows if first else rows.transpose(1, 2)
-        return rotate(rows, *angles(freqs, x.dtype))
+        return rotate(rows, *angles(freqs, x.dtype)).contiguous()
 
     torch.manual_seed(SEED + seed)
     dtype = rng.choice([torch.float64, torch.float32, torch.float16])

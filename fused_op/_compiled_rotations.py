@@ -192,7 +192,8 @@ def _recorded(graph: fx.Graph, call: fx.Node) -> dict[str, Any] | None:
     if not _is_ours(forward, backward):
         return None
     (op,) = forward.find_nodes(op="call_function", target=_FORWARD)
-    outer = dict(zip(forward.find_nodes(op="placeholder"), call.args[2:], strict=False))
+    placeholders = forward.find_nodes(op="placeholder")[2 - len(call.args) :]  # without ctx
+    outer = dict(zip(placeholders, call.args[2:], strict=False))
     inner = arguments_of(op)
     given = {name: outer.get(v) if isinstance(v, fx.Node) else v for name, v in inner.items()}
     lost = [name for name, value in inner.items() if value is not None and given[name] is None]

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from . import _compiled_rotations
+from . import _compiled_rotations, _graph_effects
 from ._inductor import arguments_of, install, version_of
 
 _ADD = torch.ops.aten.add.Tensor
@@ -57,7 +57,8 @@ class CompilePass:
         self._lock = threading.Lock()
         self._done: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
-        version = version_of(__file__, _compiled_rotations.__file__)
+        files = (__file__, _compiled_rotations.__file__, _graph_effects.__file__)
+        version = version_of(*files)
         self._slots = [
             install("pre_grad_custom_pass", self._fuse_rotations, version),
             install("post_grad_custom_pre_pass", self._fuse_additions, version),
@@ -145,7 +146,7 @@ def compile_pass() -> CompilePass:
         ends it, and ``report()`` says what it did.
 
     Raises:
-        RuntimeError: this torch has no ``torch._inductor.config.post_grad_custom_pre_pass``.
+        RuntimeError: this torch has no slots for such passes in ``torch._inductor.config``.
     """
     return CompilePass()
 

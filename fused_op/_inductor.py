@@ -47,12 +47,13 @@ class Slot:
         setattr(config, name, self._pass)
 
     def remove(self) -> None:
-        """Take the pass out. Where another one has been put around it since, it does nothing."""
+        """Take the pass out, and those of ours under it that were removed before.
+
+        While another one is around it, it stays in the slot and does nothing.
+        """
         self._pass.fused_op_is_on = False
         current = getattr(self._config, self._name)
-        while (
-            getattr(current, "fused_op_is_on", True) is False
-        ):  # of ours, and those removed before it
+        while getattr(current, "fused_op_is_on", True) is False:
             current = current.before
         setattr(self._config, self._name, current)
 

@@ -192,8 +192,8 @@ def permuted(x, norm):
     return norm(x).transpose(1, 2).contiguous()
 
 
-def part_of_a_sum(x, norm):
-    """The gradient is part of a larger one, whose rows the kernel can read where they are."""
+def beside_its_input(x, norm):
+    """The gradient is a slice of a larger one, and the kernel can read its rows where they are."""
     return torch.cat((norm(x), x), 1)
 
 
@@ -206,9 +206,9 @@ def norm_of_images(x):
 ORDERS = [
     (permuted, fused_op.fused_rms_norm),
     (permuted, fused_op.fused_l2_norm),
-    (part_of_a_sum, fused_op.fused_rms_norm),
-    (part_of_a_sum, fused_op.fused_l2_norm),
-    (part_of_a_sum, norm_of_images),
+    (beside_its_input, fused_op.fused_rms_norm),
+    (beside_its_input, fused_op.fused_l2_norm),
+    (beside_its_input, norm_of_images),
 ]
 
 

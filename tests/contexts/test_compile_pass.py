@@ -371,3 +371,11 @@ def test_undo_caches_and_the_pass_of_a_user() -> None:
         calls = re.findall(r"norm_forward\.default\('rms_norm', \w+, (\w+)", "".join(code))
         assert calls.count("None") == (1 if is_on else 5) and len(calls) == 5
     assert seen
+
+
+def test_handles_that_are_undone_in_the_order_of_their_making() -> None:
+    """Catches a pass that stays in a slot because another one was around it."""
+    first, second = fused_op.compile_pass(), fused_op.compile_pass()
+    first.undo()
+    second.undo()
+    assert torch._inductor.config.pre_grad_custom_pass is None  # the other slot: `is_clean`

@@ -2,8 +2,7 @@
 // epilogue is one struct; its template arguments are the element types of its streams. Torch-free.
 //
 //   Args               what the kernel takes: NormForwardArgs, or a struct derived from it
-//   first_parameter()  the first parameter of a row, if rows have different ones
-//   load()             the parameters of one pack
+//   load()             the parameters of one pack of a row
 //   Beside             the packs of a lane that are read beside x̂, from rows of the epilogue's own
 //   load_beside()      starts the loads of Beside, together with those of the row
 //   apply()            x̂ to y, in place; called for packs 0, 1, 2 and so on of a lane
@@ -17,11 +16,10 @@
 //
 //   Args           NormBackwardArgs, or a struct derived from it
 //   kGrouped       whether rows have different parameters: row r has those of group r % groups.
-//                  With kEntries, neighbouring rows share an entry instead (core/modulated.h), and
-//                  load_entry() also takes the row
+//                  With kEntries, neighbouring rows share an entry instead (core/modulated.h)
 //   kReadsBeside   whether it reads rows of its own: beside() returns them, as BesideRow, and
 //                  store_beside() stores their gradients
-//   load()         what it needs of the parameters of one pack
+//   load()         what it needs of the parameters of one pack of a row
 //   pullback()     x̂ and dy to the gradient of x̂. Adds to `sums` what this pack contributes to
 //                  the parameter gradients, and replaces a pack of the rows beside by its gradient
 //   recover()      y to x̂, in place, with kFromOutput: backward then reads y instead of x
@@ -86,16 +84,15 @@ struct Affine {
   FUSED_OP_HD Affine(const NormForwardArgs& call, std::int64_t row, const Lane& lane)
       : args(call), mask(kDropout ? call.dropout : Dropout{}, row, lane.first, Lane::kStep) {}
 
-  FUSED_OP_HD static constexpr int first_parameter(const NormForwardArgs&, std::int64_t) {
-    return 0;
-  }
   template <typename Access, typename Lane, int N, int kVectors>
   FUSED_OP_HD static void load_beside(const NormForwardArgs&, std::int64_t, const Lane&,
                                       Beside<N, kVectors>&) {}
 
-  // The parameters of columns `col` to col + N, of which the first `valid` are in the row.
+  // The parameters of columns `col` to col + N, of which the first `valid` are in the row. They are
+  // the same for all rows.
   template <typename Norm, typename Access, int N, typename Col>
-  FUSED_OP_HD static Parameters<N> load(const NormForwardArgs& args, Col col, int valid) {
+  FUSED_OP_HD static Parameters<N> load(const NormForwardArgs& args, std::int64_t, Col col,
+                                        int valid) {
     Parameters<N> parameters;
     parameters.weight = Access::template parameter<W, N>(args.weight, col, valid, 1);
     if constexpr (Norm::kHasBias) {
@@ -148,11 +145,9 @@ struct Affine {
     FUSED_OP_HD Backward(const NormBackwardArgs& call, std::int64_t row)
         : args(call), mask(kDropout ? DropoutState(call.dropout) : DropoutState(Dropout{}), row) {}
 
-    FUSED_OP_HD static constexpr int first_parameter(const NormBackwardArgs&, std::int64_t) {
-      return 0;
-    }
     template <typename Norm, typename Access, int N, typename Col>
-    FUSED_OP_HD static Parameters<N> load(const NormBackwardArgs& args, Col col, int valid) {
+    FUSED_OP_HD static Parameters<N> load(const NormBackwardArgs& args, std::int64_t, Col col,
+                                          int valid) {
       Parameters<N> parameters;
       parameters.weight = Access::template parameter<W, N>(args.weight, col, valid, 1);
       if constexpr (kRecovers) {

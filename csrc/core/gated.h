@@ -25,7 +25,7 @@ struct Gate {
   bool sigmoid = false;  // φ is sigmoid; else silu
   bool first = false;    // the gate comes before the norm
   int groups = 1;        // in a row of the tensors
-  RowSplit group;        // of a row of the kernel, for first_parameter()
+  RowSplit group;        // of a row of the kernel: where its parameters begin
 };
 
 // `rows`, `cols` and the statistics count groups. `dtype` is that of the input. With the gate
@@ -69,8 +69,10 @@ struct GroupAffine : Affine<W, Y> {
   using Args = GatedForwardArgs;
   using Affine<W, Y>::Affine;
 
-  FUSED_OP_HD static int first_parameter(const Args& args, std::int64_t row) {
-    return kGroups ? static_cast<int>(args.gate.group.offset(row, args.cols)) : 0;
+  template <typename Norm, typename Access, int N, typename Col>
+  FUSED_OP_HD static auto load(const Args& args, std::int64_t row, Col col, int valid) {
+    const int first = kGroups ? static_cast<int>(args.gate.group.offset(row, args.cols)) : 0;
+    return Affine<W, Y>::template load<Norm, Access, N>(args, row, first + col, valid);
   }
 
   struct Backward : Affine<W, Y>::Backward {
@@ -78,8 +80,10 @@ struct GroupAffine : Affine<W, Y> {
     static constexpr bool kGrouped = kGroups;
     using Affine<W, Y>::Backward::Backward;
 
-    FUSED_OP_HD static int first_parameter(const Args& args, std::int64_t row) {
-      return kGroups ? static_cast<int>(args.gate.group.offset(row, args.cols)) : 0;
+    template <typename Norm, typename Access, int N, typename Col>
+    FUSED_OP_HD static auto load(const Args& args, std::int64_t row, Col col, int valid) {
+      const int first = kGroups ? static_cast<int>(args.gate.group.offset(row, args.cols)) : 0;
+      return Affine<W, Y>::Backward::template load<Norm, Access, N>(args, row, first + col, valid);
     }
   };
 };

@@ -9,10 +9,8 @@
 namespace fused_op {
 
 struct ModulatedVariant : Variant {
-  // How the gradients of entries are computed: see core/modulate.h.
-  enum class Way { kForward, kOwnEntries, kSharedEntries };
-
-  Way way;
+  bool forward;
+  bool shared;       // entries are parameters: see core/modulate.h
   DType parameters;  // of the kernel's parameters
   DType entry;
   DType gate;
@@ -23,24 +21,25 @@ struct ModulatedVariant : Variant {
   bool sum_arrives = false;
 
   explicit ModulatedVariant(const ModulatedForwardArgs& args)
-      : ModulatedVariant(args, args.modulation, Way::kForward) {
+      : ModulatedVariant(args, args.modulation, reads_as_parameters(args.modulation)) {
+    forward = true;
     gated = args.sum != nullptr;
-    beside = args.modulation.scale;
-    entries[0] = args.modulation.shift;
-    entries[1] = args.modulation.gate;
+    (shared ? parameters_of_row[0] : beside) = args.modulation.scale;
+    (shared ? parameters_of_row[1] : more_beside[0]) = args.modulation.shift;
+    more_beside[1] = args.modulation.gate;
+    light = shared && size_of(entry) <= size_of(row);
     add_options();
   }
   explicit ModulatedVariant(const ModulatedBackwardArgs& args)
-      : ModulatedVariant(args, args.modulation,
-                         args.groups == 0 ? Way::kOwnEntries : Way::kSharedEntries) {
+      : ModulatedVariant(args, args.modulation, args.groups > 0) {
     has_shift = false;
-    if (way == Way::kOwnEntries) {
+    if (!shared) {
       beside = args.modulation.scale;
       grad_beside = args.grad_scale;
       parameters_of_column = has_bias ? 2 : 1;
     } else {
       beside.dtype = args.dtype;
-      entries[0] = args.modulation.scale;
+      parameters_of_row[0] = args.modulation.scale;
       shares_entries = true;
       groups = args.groups;
       gated = args.kind == NormKind::kIdentity;
@@ -52,19 +51,27 @@ struct ModulatedVariant : Variant {
   Types types() const override {
     const std::string x = type(row), p = type(parameters), z = type(entry);
     const std::string plain = "fused_op::Plain" + joined({x, flag(false)});
-    if (way == Way::kSharedEntries) {
+    if (!forward && shared) {
       return {sum_arrives ? "fused_op::AddResidual" + joined({x, x, x, flag(false)}) : plain,
               "fused_op::ModulatedEntries" + joined({p, x, z, flag(has_weight), flag(gated)})};
     }
+    const std::string options =
+        joined({p, x, z, flag(has_shift), flag(shared ? has_weight : has_bias)});
     return {gated ? "fused_op::GatedResidual" + joined({x, type(gate)}) : plain,
-            "fused_op::Modulated" + joined({p, x, z, flag(has_shift), flag(has_bias)})};
+            (shared ? "fused_op::ModulatedByEntry" : "fused_op::Modulated") + options};
   }
 
  private:
+  // Parameters are read in whole words.
+  static bool reads_as_parameters(const Modulation& of) {
+    return of.rows_each > 1 && rows_begin_at(of.scale, 4) && rows_begin_at(of.shift, 4);
+  }
+
   template <typename Args>
-  ModulatedVariant(const Args& args, const Modulation& modulation, Way its_way)
+  ModulatedVariant(const Args& args, const Modulation& modulation, bool shares)
       : Variant(VariantId::kModulated, "core/modulate.h"),
-        way(its_way),
+        forward(false),
+        shared(shares),
         parameters(args.param_dtype),
         entry(modulation.scale.dtype),
         gate(modulation.gate.dtype),
@@ -75,7 +82,7 @@ struct ModulatedVariant : Variant {
     row = args.dtype;
   }
   void add_options() {
-    for (const bool bit : {way == Way::kSharedEntries, has_shift, has_weight, has_bias, gated}) {
+    for (const bool bit : {shared, has_shift, has_weight, has_bias, gated}) {
       options = options << 1 | std::uint32_t{bit};
     }
     options = options << 2 | static_cast<std::uint32_t>(entry);

@@ -206,6 +206,12 @@ struct RotatedAffine : Affine<W, X> {
   __device__ __forceinline__ static int first_parameter(const Args& args, std::int64_t row) {
     return Form::kGroups ? static_cast<int>(args.rotation.first_parameter(row, args.cols)) : 0;
   }
+  template <typename Norm, typename Access, int N, typename Col>
+  __device__ __forceinline__ static auto load(const Args& args, std::int64_t row, Col col,
+                                              int valid) {
+    return Inner::template load<Norm, Access, N>(args, row, first_parameter(args, row) + col,
+                                                 valid);
+  }
 
   // Starts to bring the angles into the L1 cache while the row is on its way. us without and with
   // it: 147 139 at 32768 tokens of 32 heads of 128 columns (H200, bf16).
@@ -315,8 +321,12 @@ struct RotatedAffine : Affine<W, X> {
     __device__ __forceinline__ Backward(const Args& args, std::int64_t number)
         : Inner::Backward(args, number), call(args), row(number) {}
 
-    __device__ __forceinline__ static int first_parameter(const Args& args, std::int64_t row) {
-      return Form::kGroups ? static_cast<int>(args.rotation.first_parameter(row, args.cols)) : 0;
+    template <typename Norm, typename Access, int N, typename Col>
+    __device__ __forceinline__ static auto load(const Args& args, std::int64_t row, Col col,
+                                                int valid) {
+      const int first =
+          Form::kGroups ? static_cast<int>(args.rotation.first_parameter(row, args.cols)) : 0;
+      return Inner::Backward::template load<Norm, Access, N>(args, row, first + col, valid);
     }
 
     template <typename Norm, int N, typename Parameters, typename A, typename Col>

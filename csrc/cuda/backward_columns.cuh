@@ -129,7 +129,7 @@ class PieceRow {
       }
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) {
-        parameters_[i][k] = Op::Epilogue::template load<Norm, Access, N>(args_, here.col(k),
+        parameters_[i][k] = Op::Epilogue::template load<Norm, Access, N>(args_, row_, here.col(k),
                                                                          here.template valid<N>(k));
       }
     }
@@ -222,7 +222,7 @@ class UnitColumns {
   __device__ __forceinline__ void begin() {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      parameters_[i] = Op::Epilogue::template load<Norm, Access, N>(args_, lane_.col(i),
+      parameters_[i] = Op::Epilogue::template load<Norm, Access, N>(args_, 0, lane_.col(i),
                                                                     lane_.template valid<N>(i));
 #pragma unroll
       for (int j = 0; j < N; ++j) {

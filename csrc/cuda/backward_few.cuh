@@ -137,7 +137,7 @@ class Slab {
     for (int i = 0; i < kVectors; ++i) {
       if constexpr (Op::Epilogue::kFromOutput) {
         parameters_[i] = Op::Epilogue::template load<Norm, typename Op::Access, N>(
-            args, lane_.col(i), lane_.template valid<N>(i));
+            args, 0, lane_.col(i), lane_.template valid<N>(i));
       } else {
         clear(parameters_[i].weight);  // is never read
       }

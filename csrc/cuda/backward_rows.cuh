@@ -68,7 +68,8 @@ class RowBackward {
         halves_(args, row, lane.first) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      parameters_.put(i, parameters_of(args, row, lane.col(i), lane.template valid<N>(i)));
+      parameters_.put(i, Op::Epilogue::template load<Norm, typename Op::Access, N>(
+                             args, row, lane.col(i), lane.template valid<N>(i)));
     }
   }
 
@@ -168,18 +169,6 @@ class RowBackward {
   }
 
  private:
-  template <typename Col>
-  __device__ __forceinline__ static auto parameters_of(const Args& args, std::int64_t row, Col col,
-                                                       int valid) {
-    using Epilogue = typename Op::Epilogue;
-    if constexpr (Epilogue::kEntries) {
-      return Epilogue::template load_entry<Norm, typename Op::Access, N>(args, row, col, valid);
-    } else {
-      return Epilogue::template load<Norm, typename Op::Access, N>(
-          args, Epilogue::first_parameter(args, row) + col, valid);
-    }
-  }
-
   // Whether this lane, or with Words any lane of its row, has elements in pack i.
   __device__ __forceinline__ bool takes_part(int i) const {
     return i + kTogether <= RowLane::kSure ||

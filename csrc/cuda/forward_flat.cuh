@@ -126,7 +126,7 @@ class FlatRows {
   __device__ __forceinline__ void load_parameters() {
     Tile::each_pack([&](int own, int i, const typename Tile::RowLane& lane) {
       parameters_[own][i] = Epilogue::template load<Norm, typename Tile::Access, N>(
-          args_, lane.col(i), lane.template valid<N>(i));
+          args_, first_, lane.col(i), lane.template valid<N>(i));
     });
   }
 

@@ -73,7 +73,7 @@ struct PostAddPreOp : Pre {
                                                    Pack<X, N> (&packs)[kVectors]) {
     using Affine = typename Post::Epilogue;
     const auto parameters_of = [&](int i) {
-      return Affine::template load<Norm, typename Post::Access, N>(args, lane.col(i),
+      return Affine::template load<Norm, typename Post::Access, N>(args, row, lane.col(i),
                                                                    lane.template valid<N>(i));
     };
     typename Affine::template Parameters<N> parameters[Tile::kAhead];

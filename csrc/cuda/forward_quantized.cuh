@@ -62,19 +62,32 @@ struct QuantizedRow {
       store(i, scaler);
     }
   }
+  // Of the lanes that share blocks, the first computes the scale of their first block, the second
+  // that of the second one and so on: a scale takes two divisions. Share of copy if every lane
+  // computes all of them, and so: 0.83 0.91 at 131072x1024, 0.78 0.90 at 16384x8192 (H200, bf16).
   __device__ __forceinline__ void store_blocks() const {
+    constexpr int kBlocks = (kVectors + kBlockPacks - 1) / kBlockPacks;
+    static_assert(kBlocks <= kBlockLanes, "a lane computes one scale");
+    const int mine = place.lane % kBlockLanes;
+    float largest_of_mine = 0;
 #pragma unroll
-    for (int i = 0; i < kVectors; i += kBlockPacks) {
-      const int end = i + kBlockPacks < kVectors ? i + kBlockPacks : kVectors;
-      const Scale scale = scale_from(largest_of_lanes<Y, kBlockLanes>(largest(i, end)));
-      if (place.live && place.lane % kBlockLanes == 0 && has(i)) {
-        store_scale(to, place.row, lane.col(i) / kBlockCols, scale);
-      }
-      const Scaler scaler = scaler_of<As>(scale);
+    for (int k = 0; k < kBlocks; ++k) {
+      const int end = min((k + 1) * kBlockPacks, kVectors);
+      const float of_block = largest_of_lanes<Y, kBlockLanes>(largest(k * kBlockPacks, end));
+      largest_of_mine = k == mine ? of_block : largest_of_mine;
+    }
+    const Scale scale = scale_from(largest_of_mine);
+    const int first = lane.first - mine * N + mine * kBlockPacks * Tile::kStep;  // of its block
+    if (place.live && mine < kBlocks && first < lane.width) {
+      store_scale(to, place.row, first / kBlockCols, scale);
+    }
+    const Scaler own = scaler_of<As>(scale);
 #pragma unroll
-      for (int k = i; k < end; ++k) {
-        store(k, scaler);
-      }
+    for (int i = 0; i < kVectors; ++i) {
+      const auto of_block = [&](float value) {
+        return __shfl_sync(kAllLanes, value, i / kBlockPacks, kBlockLanes);
+      };
+      store(i, {divides(As::rule()) ? of_block(own.divisor) : 0, of_block(own.factor)});
     }
   }
   __device__ __forceinline__ void run() const {
@@ -130,8 +143,7 @@ struct QuantizedOp : Op_ {
       if (i + Tile::kAhead < kVectors) {
         const int next = i + Tile::kAhead;
         parameters[i % Tile::kAhead] = Epilogue::template load<Norm, Access, N>(
-            args, Epilogue::first_parameter(args, place.row) + lane.col(next),
-            lane.template valid<N>(next));
+            args, place.row, lane.col(next), lane.template valid<N>(next));
       }
     }
     QuantizedRow<As, Tile, Lane, Y>{args.to, place, lane, results}.run();
@@ -153,9 +165,8 @@ struct QuantizedOp : Op_ {
     typename Epilogue::template Parameters<N> parameters[Tile::kAhead];
 #pragma unroll
     for (int i = 0; i < Tile::kAhead; ++i) {
-      parameters[i] = Epilogue::template load<Norm, Access, N>(
-          args, Epilogue::first_parameter(args, place.row) + lane.col(i),
-          lane.template valid<N>(i));
+      parameters[i] = Epilogue::template load<Norm, Access, N>(args, place.row, lane.col(i),
+                                                               lane.template valid<N>(i));
     }
     write<Tile>(args, place, lane, parameters, beside, packs, normalizer);
   }

@@ -231,7 +231,7 @@ struct Rescue {
       Epilogue epilogue(args, place.row, lane);
       tell(epilogue, normalizer);
       const auto parameters = Epilogue::template load<Norm, typename Op::Access, N>(
-          args, Epilogue::first_parameter(args, place.row) + lane.first, width - lane.first);
+          args, place.row, lane.first, width - lane.first);
       typename Epilogue::template Beside<N, 1> beside;
       Epilogue::template load_beside<Words>(args, place.row, lane, beside);
       epilogue.template apply<Norm>(parameters, beside, 0, values);
@@ -301,8 +301,7 @@ __device__ __forceinline__ void write_row(
     if (i + Tile::kAhead < kVectors) {
       const int next = i + Tile::kAhead;
       parameters[i % Tile::kAhead] = Epilogue::template load<Norm, Access, N>(
-          args, Epilogue::first_parameter(args, row) + lane.col(next),
-          lane.template valid<N>(next));
+          args, row, lane.col(next), lane.template valid<N>(next));
     }
   }
   if constexpr (Access::kStoresTogether) {
@@ -380,9 +379,8 @@ __device__ __forceinline__ void take_row(const typename Op::Args& args, const Fo
   const auto load_parameters = [&] {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      parameters[i] = Epilogue::template load<Norm, Access, N>(
-          args, Epilogue::first_parameter(args, place.row) + lane.col(i),
-          lane.template valid<N>(i));
+      parameters[i] = Epilogue::template load<Norm, Access, N>(args, place.row, lane.col(i),
+                                                               lane.template valid<N>(i));
     }
   };
   if constexpr (Tile::kFew) {

@@ -162,7 +162,7 @@ __device__ __forceinline__ void load_parameters(const typename Op::Args& args, s
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     parameters[i] = Op::Epilogue::template load<typename Op::Norm, typename Op::Access, N>(
-        args, Op::Epilogue::first_parameter(args, row) + lane.col(i), lane.template valid<N>(i));
+        args, row, lane.col(i), lane.template valid<N>(i));
   }
 }
 
@@ -242,7 +242,7 @@ struct LongRescue {
         Epilogue epilogue(args, row, lane);
         tell(epilogue, normalizer);
         const auto parameters = Epilogue::template load<Norm, typename Op::Access, N>(
-            args, Epilogue::first_parameter(args, row) + lane.first, lane.width - lane.first);
+            args, row, lane.first, lane.width - lane.first);
         typename Epilogue::template Beside<N, 1> beside;
         Epilogue::template load_beside<Words>(args, row, lane, beside);
         epilogue.template apply<Norm>(parameters, beside, 0, values);

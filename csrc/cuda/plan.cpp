@@ -28,7 +28,7 @@ Deal deal_of(const ForwardSpec& spec) {
   }
   if (spec.variant != nullptr) {
     widest = std::max(widest, spec.variant->widest);
-    for (const ConstRows* rows : read_beside(*spec.variant)) {
+    for (const ConstRows* rows : read_in_packs(*spec.variant)) {
       widest = std::max(widest, size_of(rows->dtype));
       narrowest = std::min(narrowest, size_of(rows->dtype));
     }
@@ -194,7 +194,7 @@ RowPlaces places_of(const NormForwardArgs& args, const ForwardSpec& spec) {
                  packs_aligned(dense(args.output.data, spec.output, args.cols), pack) &&
                  packs_aligned(dense(args.sum, spec.row, args.cols), pack);
   if (spec.variant != nullptr) {
-    for (const ConstRows* rows : read_beside(*spec.variant)) {
+    for (const ConstRows* rows : read_in_packs(*spec.variant)) {
       aligned = aligned && packs_aligned(*rows, pack);
     }
   }

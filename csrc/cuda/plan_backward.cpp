@@ -240,14 +240,15 @@ Move most_aligned(const NormBackwardArgs& args, const BackwardSpec& spec) {
   const Rows none;
   const Rows& beside = spec.variant != nullptr ? spec.variant->grad_beside : none;
   const ConstRows grad_beside = dense(beside.data, beside.dtype, args.cols);
-  const ConstRows rows[] = {args.x,
-                            args.grad_output,
-                            args.grad_sum,
-                            dense(args.grad_input.data, args.grad_input.dtype, args.cols),
-                            dense(args.grad_residual.data, args.grad_residual.dtype, args.cols),
-                            spec.variant != nullptr ? spec.variant->beside : ConstRows{},
-                            spec.variant != nullptr ? spec.variant->entries[0] : ConstRows{},
-                            grad_beside};
+  const ConstRows rows[] = {
+      args.x,
+      args.grad_output,
+      args.grad_sum,
+      dense(args.grad_input.data, args.grad_input.dtype, args.cols),
+      dense(args.grad_residual.data, args.grad_residual.dtype, args.cols),
+      spec.variant != nullptr ? spec.variant->beside : ConstRows{},
+      spec.variant != nullptr ? spec.variant->parameters_of_row[0] : ConstRows{},
+      grad_beside};
   const auto all = [&](auto&& aligned) {
     return std::all_of(std::begin(rows), std::end(rows), aligned);
   };

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -23,14 +24,22 @@ inline std::string norm_name(NormKind norm) {
                                        : "fused_op::BiasedRmsNorm";
 }
 
-// The rows that a variant's kernels read in packs, beside the streams of every call.
-inline std::vector<const ConstRows*> read_beside(const Variant& variant) {
+// Those of the rows that are not null.
+inline std::vector<const ConstRows*> present(std::initializer_list<const ConstRows*> all) {
   std::vector<const ConstRows*> found;
-  for (const ConstRows* rows : {&variant.beside, &variant.entries[0], &variant.entries[1]}) {
-    if (rows->data != nullptr) {
-      found.push_back(rows);
-    }
-  }
+  std::copy_if(all.begin(), all.end(), std::back_inserter(found),
+               [](const ConstRows* rows) { return rows->data != nullptr; });
+  return found;
+}
+// The rows that a variant's kernel of forward reads together with the streams of every call.
+inline std::vector<const ConstRows*> read_beside(const Variant& variant) {
+  return present({&variant.beside, &variant.more_beside[0], &variant.more_beside[1]});
+}
+// All rows that it reads in packs, beside these streams.
+inline std::vector<const ConstRows*> read_in_packs(const Variant& variant) {
+  std::vector<const ConstRows*> found = read_beside(variant);
+  const auto later = present({&variant.parameters_of_row[0], &variant.parameters_of_row[1]});
+  found.insert(found.end(), later.begin(), later.end());
   return found;
 }
 
@@ -41,13 +50,6 @@ inline std::string epilogue_name(std::initializer_list<std::string> arguments, b
   return rounds_first ? "fused_op::RoundsFirst" + joined({affine, type(input)}) : affine;
 }
 
-// Whether every row begins at a multiple of `bytes`.
-inline bool rows_begin_at(const ConstRows& rows, int bytes) {
-  const std::int64_t elements = std::max(bytes / size_of(rows.dtype), 1);
-  return reinterpret_cast<std::uintptr_t>(rows.data) % static_cast<std::uintptr_t>(bytes) == 0 &&
-         rows.stride % elements == 0 &&
-         (rows.split.inner == 0 || rows.split.outer_stride % elements == 0);
-}
 inline bool packs_aligned(const ConstRows& rows, int pack) {
   return rows_begin_at(rows, std::min(pack * size_of(rows.dtype), kVectorBytes));
 }

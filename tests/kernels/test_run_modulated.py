@@ -166,6 +166,29 @@ def test_numbers(call: Call) -> None:
             assert error <= BOUNDS[actual.dtype], f"{name}: {error:.3g} of the largest"
 
 
+# Backward gets other calls of these: one for each entry, or with entries in float32.
+FORWARD = [
+    Call(2, 3, 20000),
+    Call(2, 2, 17001, "rms_norm", F32, weight=True),
+    Call(3, 7, 33),
+    Call(3, 7, 160, first=1),  # entries that begin in the middle of a word
+    Call(3, 7, 34, "rms_norm", F16, first=1, weight=True, gated=True),
+    Call(40, 8, 1000, sms=2),
+    Call(2, 9, 1152, weight=True, bias=True, sms=1),
+]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("call", FORWARD, ids=str)
+def test_numbers_of_forward(call: Call) -> None:
+    of = draw(call)
+    output, sum, _ = forward(Gpu(call.sms), call.norm, *of[:5])
+    right = truth(call, of, sum)
+    error = (output.double() - right.output).abs().max() / right.output.abs().max()
+    assert error <= BOUNDS[output.dtype]
+    assert sum is None or (sum.double() - right.sum).abs().max() <= 0.02 * right.sum.abs().max()
+
+
 GATED = [call for call in CALLS if call.gated and call.each > 1]
 GATED += [Call(5, 6, 33, dtype=F32, gated=True), Call(2, 50, 1536, gated=True, sms=3)]
 

@@ -90,15 +90,13 @@ struct SoftCap {
   FUSED_OP_HD SoftCap(const NormForwardArgs& args, std::int64_t row, const Lane& lane)
       : inner(args, row, lane) {}
 
-  FUSED_OP_HD static constexpr int first_parameter(const NormForwardArgs&, std::int64_t) {
-    return 0;
-  }
   template <typename Access, typename Lane, int N, int kVectors>
   FUSED_OP_HD static void load_beside(const NormForwardArgs&, std::int64_t, const Lane&,
                                       Beside<N, kVectors>&) {}
   template <typename Norm, typename Access, int N, typename Col>
-  FUSED_OP_HD static Parameters<N> load(const NormForwardArgs& args, Col col, int valid) {
-    return Inner::template load<Norm, Access, N>(args, col, valid);
+  FUSED_OP_HD static Parameters<N> load(const NormForwardArgs& args, std::int64_t row, Col col,
+                                        int valid) {
+    return Inner::template load<Norm, Access, N>(args, row, col, valid);
   }
 
   template <typename A>
@@ -135,12 +133,10 @@ struct SoftCap {
 
     FUSED_OP_HD Backward(const NormBackwardArgs& args, std::int64_t row) : inner(args, row) {}
 
-    FUSED_OP_HD static constexpr int first_parameter(const NormBackwardArgs&, std::int64_t) {
-      return 0;
-    }
     template <typename Norm, typename Access, int N, typename Col>
-    FUSED_OP_HD static Parameters<N> load(const NormBackwardArgs& args, Col col, int valid) {
-      return {Inner::Backward::template load<Norm, Access, N>(args, col, valid),
+    FUSED_OP_HD static Parameters<N> load(const NormBackwardArgs& args, std::int64_t row, Col col,
+                                          int valid) {
+      return {Inner::Backward::template load<Norm, Access, N>(args, row, col, valid),
               Access::template parameter<W, N>(args.bias, col, valid, 0)};
     }
 

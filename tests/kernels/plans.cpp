@@ -21,19 +21,20 @@ void report(const char* rule, const std::string& name, std::int64_t rows, std::i
 
 int main() {
   using namespace fused_op::cuda;
-  std::array<long long, 6> walked{};
+  std::array<long long, 7> walked{};
   int i = 0;
-  for (void (*walk)() : {walk_forward, walk_long_forward, walk_backward, walk_long_backward,
-                         walk_channels_first, walk_group_norm}) {
+  for (void (*walk)() : {walk_forward, walk_variants, walk_long_forward, walk_backward,
+                         walk_long_backward, walk_channels_first, walk_group_norm}) {
     const long long before = counts.walked;
     walk();
     walked[i++] = counts.walked - before;
   }
   std::printf(
-      "%lld plans of forward, %lld of long rows, %lld of backward, %lld of long rows, "
+      "%lld plans of forward, %lld of variants, %lld of long rows, "
+      "%lld of backward, %lld of long rows, "
       "%lld of channels, %lld of groups, %d broken; "
       "%lld calls had few rows, %lld clusters\n",
-      walked[0], walked[1], walked[2], walked[3], walked[4], walked[5], counts.broken, counts.few,
-      counts.clustered);
+      walked[0], walked[1], walked[2], walked[3], walked[4], walked[5], walked[6], counts.broken,
+      counts.few, counts.clustered);
   return counts.broken == 0 && counts.few > 0 && counts.clustered > 0 ? 0 : 1;
 }

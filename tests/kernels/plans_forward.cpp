@@ -16,11 +16,6 @@ int row_threads(const ForwardPlan& plan, std::int64_t cols) {
   return static_cast<int>(warps) * plan.lanes;
 }
 
-// Whether both plans give each element to the same lane of the same warp.
-bool same_lanes(const ForwardPlan& a, const ForwardPlan& b, std::int64_t cols) {
-  return (a.pack == b.pack || cols == 1) && a.lanes == b.lanes && a.vectors == b.vectors;
-}
-
 const char* broken_rule(const ForwardSpec& spec, const ForwardPlan& plan, std::int64_t rows,
                         std::int64_t cols, const ForwardPlan& first) {
   const int threads = row_threads(plan, cols);
@@ -79,12 +74,18 @@ ForwardSpec without_options(ForwardSpec spec) {
   return spec;
 }
 
-void check(const ForwardSpec& spec, std::int64_t cols) {
+}  // namespace
+
+bool same_lanes(const ForwardPlan& a, const ForwardPlan& b, std::int64_t cols) {
+  return (a.pack == b.pack || cols == 1) && a.lanes == b.lanes && a.vectors == b.vectors;
+}
+
+void check_forward(const ForwardSpec& spec, std::int64_t cols) {
   static const std::vector<std::int64_t> kRows = {1, 2, 7, 33, 512, 4097, 100'003, 8'000'001};
   // Only whether the GPU holds all rows depends on the SMs, so each width takes two sizes in turn.
   static constexpr std::array kSms = {1, 2, 14, 78, 108, 132, 148, 192};
   ForwardPlan first{};
-  if (has_one_type(spec)) {
+  if (spec.variant == nullptr && has_one_type(spec)) {
     first = plan_forward(without_options(spec), 1, cols, {true, true}, DeviceInfo{});
   }
   for (const std::int64_t turn : {cols % 7 % 4, 4 + cols % 7 % 4}) {  // widths are often even
@@ -103,6 +104,8 @@ void check(const ForwardSpec& spec, std::int64_t cols) {
     }
   }
 }
+
+namespace {
 
 // Every combination of element types that an op may have.
 std::vector<ForwardSpec> all_specs() {
@@ -263,9 +266,9 @@ void walk_forward() {
   for (const ForwardSpec& spec : all_specs()) {
     const std::int64_t most = most_forward_cols(spec);
     for (std::int64_t cols = 1; cols <= most; cols += cols < 2100 ? 1 : 7) {
-      check(spec, cols);
+      check_forward(spec, cols);
     }
-    check(spec, most);
+    check_forward(spec, most);
   }
 }
 

@@ -19,6 +19,7 @@ from tests.ops import BF16, F16, F32, F64, OPS, TOLERANCE, condition, steps
 
 DTYPES = {"f16": F16, "bf16": BF16, "f32": F32, "f64": F64}
 EPS = 1e-5
+SMALLEST_WEIGHT = 1e-5  # kSmallestWeight of csrc/core/norm_math.h
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,8 @@ def bounds(call: Call, x: Tensor, found: dict, inputs: dict) -> dict[str, Tensor
     of = condition(op, EPS, x, weight, bias, dy)
     if call.efficient:  # a weight near zero makes much of the rounding of the output
         xhat = wide(found["output"]) - (0 if bias is None else bias)
-        xhat = xhat / (1 if weight is None else weight)
+        if weight is not None:  # backward divides by no smaller one, either
+            xhat = xhat / weight.abs().clamp(min=SMALLEST_WEIGHT).copysign(weight)
         read = condition(op, EPS, x, weight, bias, dy, xhat=xhat.reshape(x.shape))
         of |= {name: torch.maximum(of[name], read[name]) for name in ("grad_x", "grad_weight")}
     if inputs["grad_sum"] is not None:

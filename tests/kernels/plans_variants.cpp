@@ -1,0 +1,96 @@
+// The plans of forward of the variants of the norms. Run by plans.cpp.
+#include <algorithm>
+#include <cstdint>
+
+#include "core/gated_variant.h"
+#include "core/modulated_variant.h"
+#include "core/rope_variant.h"
+#include "plans.h"
+
+namespace fused_op::cuda {
+namespace {
+
+ConstRows rows_of(DType dtype, std::int64_t cols) {
+  return {.data = reinterpret_cast<const void*>(4096), .dtype = dtype, .stride = cols, .split = {}};
+}
+
+ForwardPlan plan_of(const ForwardSpec& spec, std::int64_t cols) {
+  DeviceInfo device{};
+  device.multiprocessors = 132;
+  return plan_forward(spec, 100'003, cols, {true, false}, device);
+}
+
+// Rows that share entries, and the same rows with an entry each, have the same bits.
+void check_modulated(DType row, DType entry, bool gated, bool weight, std::int64_t cols) {
+  const auto args_of = [&](std::int64_t rows_each) {
+    ModulatedForwardArgs args;
+    args.kind = NormKind::kLayerNorm;
+    args.dtype = args.param_dtype = args.output.dtype = row;
+    args.input = rows_of(row, cols);
+    args.weight = weight ? args.input.data : nullptr;
+    if (gated) {
+      args.residual = args.input;
+      args.sum = reinterpret_cast<void*>(4096);
+      args.modulation.gate = rows_of(row, cols);
+    }
+    args.modulation.scale = args.modulation.shift = rows_of(entry, cols);
+    args.modulation.rows_each = rows_each;
+    return args;
+  };
+  const ModulatedForwardArgs own_args = args_of(1), shared_args = args_of(256);
+  const ModulatedVariant own(own_args), shared(shared_args);
+  const ForwardSpec own_spec = spec_of(own_args, &own), shared_spec = spec_of(shared_args, &shared);
+  check_forward(own_spec, cols);
+  check_forward(shared_spec, cols);
+  const ForwardPlan plan = plan_of(shared_spec, cols);
+  const char* rule = !same_lanes(plan, plan_of(own_spec, cols), cols)
+                         ? "the lane of an element depends on who shares its entry"
+                         : nullptr;
+  const bool reads_words = cols * size_of(entry) % 4 == 0;
+  if (shared.shared != reads_words || own.shared) rule = "entries that are parameters";
+  if (rule != nullptr) report(rule, kernel_name(shared_spec, plan), 100'003, cols, {});
+}
+
+void check_gated(DType row, DType gate_dtype, bool first, std::int64_t cols) {
+  GatedForwardArgs args;
+  args.kind = NormKind::kRmsNorm;
+  args.dtype = args.param_dtype = args.output.dtype = row;
+  args.input = rows_of(row, cols);
+  args.gate.rows = rows_of(gate_dtype, cols);
+  args.gate.first = first;
+  const GatedVariant variant(args.gate, row, row, Rounding::kOnce);
+  const ForwardSpec spec = spec_of(args, &variant);
+  if (cols <= most_forward_cols(spec)) check_forward(spec, cols);
+}
+
+void check_rope(DType row, DType table, std::int64_t cols) {
+  RopeForwardArgs args;
+  args.kind = NormKind::kRmsNorm;
+  args.dtype = args.param_dtype = args.output.dtype = row;
+  args.input = rows_of(row, cols);
+  const int half = static_cast<int>(cols / 2);
+  const ConstRows cos = rows_of(table, half);
+  args.rotation = make_rotation({cos, cos.data, half, false}, 8, false, false, false, args);
+  set_packs(args.rotation, {args.input}, cols);
+  const RopeVariant variant(args.rotation, row, row, Rounding::kOnce);
+  check_forward(spec_of(args, &variant), cols);
+}
+
+}  // namespace
+
+void walk_variants() {
+  for (const DType row : kTypes) {
+    for (const DType beside : kTypes) {
+      if ((row == DType::kFloat64) != (beside == DType::kFloat64)) continue;
+      for (std::int64_t cols = 1; cols <= 16384 * 2 / size_of(row); cols += cols < 1100 ? 1 : 37) {
+        for (const bool option : {false, true}) {
+          check_modulated(row, beside, option, cols % 3 == 0, cols);
+          check_gated(row, beside, option, cols);
+        }
+        if (cols <= 1024) check_rope(row, beside, cols);
+      }
+    }
+  }
+}
+
+}  // namespace fused_op::cuda

@@ -14,7 +14,7 @@ namespace fused_op::cuda {
 // What a kernel is compiled for. E: the elements that it reads and writes; W: those of the
 // parameters.
 template <typename Norm_, typename E_, typename W_, int kPack, int kWarps_, int kGroups_,
-          int kChannels_, bool kSilu_>
+          int kChannels_, int kCtasPerSm_, bool kSilu_>
 struct ChannelsFirstForwardOp {
   using Norm = Norm_;
   using E = E_;
@@ -29,9 +29,7 @@ struct ChannelsFirstForwardOp {
   static constexpr int kEach = (kChannels + kWarps - 1) / kWarps;  // channels of a warp, at most
   static constexpr int kThreads = kWarpSize * kWarps * kGroups;
   static constexpr int kTile = kWarpSize * N;  // pixels
-  // 128 registers a thread if it keeps channels, and 64 otherwise. Left alone, ptxas takes fewer in
-  // some kernels, and spills.
-  static constexpr int kCtasPerSm = (kKept ? 512 : 1024) / kThreads;
+  static constexpr int kCtasPerSm = kCtasPerSm_;
 };
 
 // Where a thread stands in the tile of its group.

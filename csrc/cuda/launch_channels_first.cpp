@@ -18,6 +18,7 @@ KernelKey key_of(const ChannelsFirstForwardArgs& args, const ChannelsFirstPlan& 
       .add(bits(plan.warps), 5)
       .add(bits(plan.groups), 4)
       .add(bits(plan.channels), 32)
+      .add(bits(plan.ctas_per_sm), 4)
       .key();
 }
 KernelKey key_of(const ChannelsFirstBackwardArgs& args, const ChannelsFirstBackwardPlan& plan) {

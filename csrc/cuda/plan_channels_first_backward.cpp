@@ -10,10 +10,10 @@
 namespace fused_op::cuda {
 namespace {
 
-constexpr int kMostThreads = 256;  // of a CTA, where four lanes are enough for that
-constexpr int kMostLanes = 8;      // side by side
-constexpr int kStreams = 2;        // x and dy
-constexpr int kTilesOfSm = 4;      // tiles are made narrower if there are fewer
+constexpr int kLikedThreads = 128;  // of a CTA, if lanes side by side can be so many
+constexpr int kMostThreads = 256;   // for eight lanes, rather than four
+constexpr int kStreams = 2;         // x and dy
+constexpr int kTilesOfSm = 4;       // tiles are made narrower if there are fewer
 
 // The order of sums follows from the slices, so they depend on the channels alone. Six channels a
 // slice: with fewer, the exchange of sums would cost more; with more, shared memory would have room
@@ -108,7 +108,7 @@ ChannelsFirstBackwardPlan plan_of(const Call& call, const DeviceInfo& device) {
   ChannelsFirstBackwardPlan plan{};
   plan.pack = pack_of(call);
   plan.slices = slices_of(call.channels);
-  int lanes = std::clamp(kMostThreads / plan.slices, 4, kMostLanes);
+  int lanes = std::max(kLikedThreads / plan.slices, std::clamp(kMostThreads / plan.slices, 4, 8));
   while (lanes > 4 && tiles_of(call, lanes) < std::int64_t{kTilesOfSm} * device.multiprocessors) {
     lanes /= 2;
   }

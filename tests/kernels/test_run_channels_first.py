@@ -173,5 +173,5 @@ def test_every_kind_of_plan_runs():
     assert {int(op[3]) for op in forward} == {int(op[3]) for op in backward} == {1, 2, 4, 8}
     assert {int(op[4]) for op in forward} == {1, 2, 4, 8, 16}  # warps
     assert any(op[6] == "0" for op in forward)
-    assert {int(op[4]) for op in backward} == {2, 4, 8, 16, 32}  # lanes
+    assert {int(op[4]) for op in backward} == {2, 4, 8, 16}  # lanes
     assert {int(op[5]) for op in backward} == {8, 16, 32, 64, 128}  # slices

@@ -12,6 +12,7 @@ Environment variables:
     DEBUG=1               unoptimised, with symbols, for gdb and cuda-gdb (slow, and kernels spill)
     SANITIZE=1            with AddressSanitizer and UndefinedBehaviorSanitizer, for .ci/sanitize
     FUSED_OP_STRICT=1     warnings are errors; for TORCH_CUDA_ARCH_LIST=9.0 so is a register spill
+    FUSED_OP_LOOPS        folder of another build's level_*.o, to link and not to compile: .ci/run
     FUSED_OP_REPOSITORY   address of the repository, for the metadata of a release
 
 After `pip install -e .`, `python setup.py build_ext --inplace` compiles again what has changed.
@@ -205,6 +206,17 @@ def link_flags() -> list[str]:
     return flags if DEBUG or LINEINFO else [*flags, "-Wl,--strip-all"]
 
 
+def compiled_loops() -> dict[str, str]:
+    """Sources in csrc/cpu -> their objects, which include no header of torch, of FUSED_OP_LOOPS."""
+    given = os.environ.get("FUSED_OP_LOOPS")
+    if not given:
+        return {}
+    objects = sorted((ROOT / given).resolve().glob("level_*.o"))
+    if not objects:
+        raise SystemExit(f"fused_op: FUSED_OP_LOOPS is {given}, where no level_*.o is")
+    return {f"csrc/cpu/{path.stem}.cpp": str(path) for path in objects}
+
+
 def extension(cuda: Cuda | None, no_cuda_reason: str) -> Extension:
     has_nvcc = cuda is not None and cuda.home is not None
     archs = cuda_archs(cuda.home) if has_nvcc else ""
@@ -215,7 +227,8 @@ def extension(cuda: Cuda | None, no_cuda_reason: str) -> Extension:
         "FUSED_OP_CUDA_VERSION": cuda.version if cuda else "",
         "FUSED_OP_CUDA_ARCHS": archs,
     }
-    sources = glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp")
+    loops = compiled_loops()
+    sources = [path for path in glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp") if path not in loops]
     if cuda:
         sources += glob("csrc/cuda/*.cpp")
         macros["FUSED_OP_WITH_CUDA"] = 1
@@ -232,6 +245,7 @@ def extension(cuda: Cuda | None, no_cuda_reason: str) -> Extension:
     ext = (CUDAExtension if has_nvcc else CppExtension)(
         name="fused_op_cuda",
         sources=sorted(sources),
+        extra_objects=list(loops.values()),
         depends=[
             path
             for kind in ("*.h", "*.cpp", "*.cuh", "rtc/*")

@@ -25,11 +25,16 @@
 #include "core/variant.h"
 #include "cpu/group_chunks.h"
 
+#ifndef FUSED_OP_CPU_X86  // 0: the default level alone, as on other CPUs
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define FUSED_OP_CPU_X86 1
-#include <immintrin.h>
 #else
 #define FUSED_OP_CPU_X86 0
+#endif
+#endif
+
+#if FUSED_OP_CPU_X86
+#include <immintrin.h>
 #endif
 
 #ifdef __clang__  // it reports each `#pragma omp simd` from which a level gains nothing

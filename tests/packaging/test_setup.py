@@ -23,7 +23,7 @@ def setup_py(monkeypatch):
     spec = importlib.util.spec_from_file_location("setup_py", ROOT / "setup.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for variable in ("USE_CUDA", "TORCH_CUDA_ARCH_LIST", "GPU_TARGETS"):
+    for variable in ("USE_CUDA", "TORCH_CUDA_ARCH_LIST", "GPU_TARGETS", "FUSED_OP_LOOPS"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -122,6 +122,7 @@ def test_build_without_nvcc(tree, tmp_path):
     no_nvcc.mkdir()
     env = {**os.environ, "USE_CUDA": "1", "CUDA_HOME": str(no_nvcc), "PYTHONPATH": str(tree)}
     env |= {"FUSED_OP_CACHE_DIR": str(tree / "cache"), "DEBUG": "1"}  # unoptimised: sooner done
+    env["CFLAGS"] = "-DFUSED_OP_CPU_X86=0"  # the loops of other CPUs, which nothing else compiles
 
     def run(*command: str) -> str:
         command = (sys.executable, *command)
@@ -247,6 +248,20 @@ def test_every_source_is_compiled_once(setup_py, monkeypatch, tmp_path):
         found += [f"csrc/{name}" for name in included] if is_bundle else [path]
         assert not is_bundle or len(included) > 3
     assert sorted(found) == sorted(sources)
+
+
+def test_loops_of_another_build_are_linked(setup_py, monkeypatch, tmp_path):
+    """Catches loops that are compiled although they are there, or neither compiled nor linked."""
+    monkeypatch.chdir(ROOT)
+    every = setup_py.extension(None, "no reason").sources
+    monkeypatch.setenv("FUSED_OP_LOOPS", str(tmp_path))
+    with pytest.raises(SystemExit, match="where no level_"):
+        setup_py.extension(None, "no reason")
+    loops = tmp_path / "level_avx2.o"
+    loops.touch()
+    ext = setup_py.extension(None, "no reason")
+    assert ext.extra_objects == [str(loops)]
+    assert sorted([*ext.sources, "csrc/cpu/level_avx2.cpp"]) == sorted(every)
 
 
 def test_kernel_sources_are_written_once(setup_py, monkeypatch, tree):

@@ -100,6 +100,7 @@ def calls(pair: Pair, portable: bool = False) -> Iterator[Callable[[], None]]:
 # --- The calls that plans are asked of -----------------------------------------------------------
 
 
+@cache
 def variants(pair: Pair) -> list[Call]:
     """Every combination of op, dtypes and options that is legal beside the pair."""
     rows = NAMES[pair.rows]
@@ -170,10 +171,17 @@ def row_counts(call: Call, gpu: Gpu) -> set[int]:
     return counts
 
 
+Smallest = dict[Trait, tuple[int, Call]]
+
+
 @cache
-def candidates(pair: Pair, gpu: Gpu, portable: bool) -> dict[Trait, tuple[int, Call]]:
-    """Of each trait the smallest call that has it, behind its number of elements."""
-    smallest: dict[Trait, tuple[int, Call]] = {}
+def candidates(pair: Pair, gpu: Gpu) -> tuple[Smallest, Smallest]:
+    """Of each trait the smallest call that has it, behind its number of elements.
+
+    The second ones have no large clusters.
+    """
+    smallest: Smallest = {}
+    portable: Smallest = {}
     for cols in widths(pair):
         counts: set[int] = set()
         types = None
@@ -187,18 +195,21 @@ def candidates(pair: Pair, gpu: Gpu, portable: bool) -> dict[Trait, tuple[int, C
             for rows in counts:
                 call = replace(variant, rows=rows, cols=cols)
                 found, cluster = traits_of(call, gpu)
-                if portable and cluster > PORTABLE_CLUSTER:
-                    continue
+                size = rows * cols
                 for trait in found:
-                    if trait not in smallest or rows * cols < smallest[trait][0]:
-                        smallest[trait] = (rows * cols, call)
-    return smallest
+                    if trait not in smallest or size < smallest[trait][0]:
+                        smallest[trait] = (size, call)
+                    if cluster > PORTABLE_CLUSTER:
+                        continue
+                    if trait not in portable or size < portable[trait][0]:
+                        portable[trait] = (size, call)
+    return smallest, portable
 
 
 @cache
 def planned(pair: Pair, gpu: Gpu, portable: bool = False) -> list[Call]:
     """Calls that have every trait: the largest that are needed, then what they leave out."""
-    smallest = candidates(pair, gpu, portable)
+    smallest = candidates(pair, gpu)[portable]
     chosen = []
     covered: set[Trait] = set()
     for trait, (_, call) in sorted(smallest.items(), key=lambda item: -item[1][0]):
@@ -223,28 +234,42 @@ BOUNDS |= {f"forward_{form}_kernel": (4, 5) for form in ("cluster", "streamed")}
 BOUNDS |= {"forward_in_turn_kernel": (4, 5, 6), "backward_few_kernel": (3, 4, 9)}
 
 
-def traits(name: str, cols: int) -> set[Trait]:
+def traits(name: str, cols: int) -> frozenset[Trait]:
     """Those of a kernel, by its name.
 
     A kernel is a template with an op and a tile. Types and tiles multiply without meeting in the
     code: every tile is run with some types, every combination of types in some tile. How rows share
     warps and what the op does meet in barriers and masks: all combinations are run.
     """
+    lanes, warp_cols = shares(name)
+    scope = "lanes" if lanes < 32 else "warp" if cols <= warp_cols else "warps"
+    return traits_in(name, scope if lanes else "")
+
+
+@cache
+def shares(name: str) -> tuple[int, int]:
+    """Lanes of a row and columns of a warp; zeros of a kernel that has no warps for a row."""
+    kernel, _, tile, _ = KERNEL.match(name).groups()
+    if kernel not in ("forward_kernel", "backward_kernel", "backward_few_kernel"):
+        return 0, 0
+    pack, lanes, vectors = map(int, tile.split(", ")[:3])
+    return lanes, 32 * vectors * pack
+
+
+@cache
+def traits_in(name: str, scope: str) -> frozenset[Trait]:
     kernel, op, tile, types = KERNEL.match(name).groups()
     if op is None:
-        return {Trait("types", kernel, (types,))}
-    arguments = tile.split(", ")
-    told = tuple(v for i, v in enumerate(arguments) if i not in BOUNDS.get(kernel, ()))
-    access = op.rpartition("::")[2]
-    scope = ""
-    if kernel in ("forward_kernel", "backward_kernel", "backward_few_kernel"):
-        pack, lanes, vectors = map(int, arguments[:3])
-        scope = "lanes" if lanes < 32 else "warp" if cols <= 32 * vectors * pack else "warps"
-    return {
-        Trait("tile", kernel, (access, *told)),
-        Trait("op", kernel, (TYPE.sub("T", op), scope)),
-        Trait("types", kernel, tuple(TYPE.findall(op))),
-    }
+        return frozenset({Trait("types", kernel, (types,))})
+    left = BOUNDS.get(kernel, ())
+    told = tuple(v for i, v in enumerate(tile.split(", ")) if i not in left)
+    return frozenset(
+        {
+            Trait("tile", kernel, (op.rpartition("::")[2], *told)),
+            Trait("op", kernel, (TYPE.sub("T", op), scope)),
+            Trait("types", kernel, tuple(TYPE.findall(op))),
+        }
+    )
 
 
 def traits_of(call: Call, gpu: Gpu) -> tuple[set[Trait], int]:
@@ -252,7 +277,8 @@ def traits_of(call: Call, gpu: Gpu) -> tuple[set[Trait], int]:
     found: set[Trait] = set()
     cluster = 0
     for backward in (False, True):
-        plan, kernels = replace(call, backward=backward).kernels(gpu)
+        one = call if call.backward == backward else replace(call, backward=backward)
+        plan, kernels = one.kernels(gpu)
         cluster = max(cluster, own := plan.get("cluster", 0))
         for _, name, _ in kernels:
             found |= traits(name, call.cols)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 import build_backend
@@ -82,9 +83,9 @@ def build() -> Path:
     sources = [*sorted(HERE.glob("*.cpp")), *host]
     objects = {FOLDER / f"{digest(common, path.read_text())}.o": path for path in sources}
     made = FOLDER / f"{digest(*map(str, objects))}.so"
-    if not made.exists():
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with FileLock(FOLDER / "lock"), tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
+        if not made.exists():  # else another process of pytest-xdist was faster
             missing = [item for item in objects.items() if not item[0].exists()]
             with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
                 list(pool.map(lambda item: compile_object(Path(scratch), *item), missing))

@@ -1,39 +1,23 @@
 """The kernels that come with the package, FUSED_OP_JIT and FUSED_OP_MAX_KERNELS."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import fused_op_cuda
+from tests.children import ROOT, Done, run_children
 from tests.kernels.toy_kernel import KERNEL, find, needs_nvrtc
 
 pytestmark = [needs_nvrtc, pytest.mark.usefixtures("cache")]
-ROOT = Path(__file__).parents[2]
-FIND = (
-    "import torch, fused_op_cuda as f; from tests.kernels.toy_kernel import find; print(find()[2])"
-)
-MAX_KERNELS = "import torch, fused_op_cuda as f; print(f._max_kernels())"
+JITS = "", "0", "1", "require"
+FIND = "from tests.kernels.toy_kernel import find; print(find()[2])"
 
 
-def run_python(code: str, path: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, path: Path = ROOT, **env: str) -> Done:
     """In a new process, which finds the module in `path`."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=path,  # -c puts it first on sys.path
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-            **env,
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run_children(code, [env], path)[0]
 
 
 @pytest.fixture
@@ -52,7 +36,7 @@ def kernels_of(installed: Path) -> Path:
 
 def write_package(installed: Path) -> None:
     done = run_python(
-        "import torch, fused_op_cuda as f; from tests.kernels.toy_kernel import HEADERS, KERNEL;"
+        "import fused_op_cuda as f; from tests.kernels.toy_kernel import HEADERS, KERNEL;"
         "f._write_package(*KERNEL, HEADERS)",
         installed,
     )
@@ -60,8 +44,7 @@ def write_package(installed: Path) -> None:
     assert len(list(kernels_of(installed).iterdir())) == 1
 
 
-@pytest.mark.parametrize("jit", ["", "0", "1", "require"])
-def test_the_package_comes_first(installed, cache, jit):
+def test_the_package_comes_first(installed, cache):
     """Read-only, of whatever user, through links, for GPUs of the same major version: as installed.
     No lock and no cache, and no compiler runs."""
     write_package(installed)
@@ -72,14 +55,15 @@ def test_the_package_comes_first(installed, cache, jit):
     real = path.rename(installed / "real")
     path.symlink_to(real)
     kernels_of(installed).chmod(0o555)
+    asked = [f"find(({KERNEL[0]!r}, {KERNEL[1]!r}, {arch}))[2]" for arch in (90, 93)]
+    # The module in `installed` has to be the one that is imported: print which it was.
+    code = "import fused_op_cuda as f; from tests.kernels.toy_kernel import find;"
+    code += f"print({', '.join(asked)}, f.__file__)"
     try:
-        for arch in (90, 93):
-            code = FIND.replace("find()", f"find(({KERNEL[0]!r}, {KERNEL[1]!r}, {arch}))")
-            # The module in `installed` has to be the one that is imported: check that it was.
-            done = run_python(code + "; print(f.__file__)", installed, FUSED_OP_JIT=jit)
+        for done in run_children(code, [{"FUSED_OP_JIT": jit} for jit in JITS], installed):
             assert done.stderr == ""
-            origin, file = done.stdout.split()
-            assert origin == "package" and Path(file).parent == installed
+            *origins, file = done.stdout.split()
+            assert origins == ["package"] * 2 and Path(file).parent == installed
     finally:
         kernels_of(installed).chmod(0o755)
     assert not cache.exists()
@@ -95,7 +79,7 @@ def test_torn_file_of_the_package_is_no_kernel(installed):
 def test_package_that_cannot_be_written_to(installed):
     (installed / "fused_op").touch()
     done = run_python(
-        "import torch, fused_op_cuda as f; from tests.kernels.toy_kernel import HEADERS, KERNEL;"
+        "import fused_op_cuda as f; from tests.kernels.toy_kernel import HEADERS, KERNEL;"
         "f._write_package(*KERNEL, HEADERS)",
         installed,
     )
@@ -114,9 +98,10 @@ def test_nothing_is_compiled_or_read_if_jit_is_0(cache):
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("jit", ["", "1", "require"])
-def test_kernels_are_compiled_by_default(jit):
-    assert run_python(FIND, FUSED_OP_JIT=jit).stdout == "compiled\n"
+def test_kernels_are_compiled_by_default(cache):
+    for jit in ("", "1", "require"):
+        shutil.rmtree(cache, ignore_errors=True)
+        assert run_python(FIND, FUSED_OP_JIT=jit).stdout == "compiled\n"
 
 
 def test_unknown_value_of_jit():
@@ -124,16 +109,14 @@ def test_unknown_value_of_jit():
     assert "RuntimeError: FUSED_OP_JIT must be 0, 1 or require, got 'yes'" in done.stderr
 
 
-@pytest.mark.parametrize("count", ["0", "-1", "1.5", "many", "12 ", "9999999999"])
-def test_unknown_count_of_kernels(count):
-    done = run_python(MAX_KERNELS, FUSED_OP_MAX_KERNELS=count)
-    wanted = f"RuntimeError: FUSED_OP_MAX_KERNELS must be a positive integer, got '{count}'"
-    assert wanted in done.stderr
-
-
 def test_count_of_kernels():
-    assert run_python(MAX_KERNELS, FUSED_OP_MAX_KERNELS="64").stdout == "64\n"
-    assert run_python(MAX_KERNELS, FUSED_OP_MAX_KERNELS="").stdout == "512\n"
+    code = "import fused_op_cuda as f; print(f._max_kernels())"
+    counts = "64", "", "0", "-1", "1.5", "many", "12 ", "9999999999"
+    good, default, *bad = run_children(code, [{"FUSED_OP_MAX_KERNELS": n} for n in counts])
+    assert (good.stdout, default.stdout) == ("64\n", "512\n")
+    for count, done in zip(counts[2:], bad, strict=True):
+        wanted = f"RuntimeError: FUSED_OP_MAX_KERNELS must be a positive integer, got '{count}'"
+        assert wanted in done.stderr
 
 
 def test_jit_is_read_once(cache, monkeypatch):

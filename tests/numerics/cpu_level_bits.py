@@ -1,11 +1,10 @@
-"""Prints a digest of the results of drawn CPU calls; test_cpu_levels.py compares them.
+"""A digest of the results of drawn CPU calls; test_cpu_levels.py compares them.
 
-A process of its own for each level, which is chosen once: FUSED_OP_CPU.
+In a process of its own for each level, which is chosen once: FUSED_OP_CPU.
 """
 
 import hashlib
 import random
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -96,8 +95,3 @@ def digests(count: int) -> Iterator[str]:
             known = torch.where(result.isnan(), torch.full_like(result, torch.nan), result)
             digest.update(bytes(known.detach().contiguous().flatten().view(torch.uint8).tolist()))
         yield f"{name}: {digest.hexdigest()[:16]}"
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(int(sys.argv[2]))
-    print("\n".join(digests(int(sys.argv[1]))))

@@ -4,84 +4,71 @@ Catches a level that rounds otherwise than the rest (a fused multiply-add, anoth
 bits), one that is never taken, and a choice that is silently ignored.
 """
 
-import os
 import platform
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from fused_op import fused_add_layer_norm, fused_layer_norm, fused_rms_norm
+from tests.children import run_children
 
 CALLS = 250
 LEVELS = {"AVX512": ["default", "avx2", "avx512"], "AVX2": ["default", "avx2"]}
-SCRIPT = Path(__file__).with_name("cpu_level_bits.py")
+LOOPS = {"default": "without AVX", "avx2": "in AVX2", "avx512": "in AVX-512"}
+DRAW = f"""
+import os, torch
+from tests.numerics.cpu_level_bits import digests
+torch.set_num_threads(int(os.environ["THREADS"]))
+print(*digests({CALLS}), sep="\\n")
+"""
 
 
 def available():
     return LEVELS.get(torch.backends.cpu.get_cpu_capability(), ["default"])
 
 
-def run(level, *args):
-    environment = {**os.environ, "FUSED_OP_CPU": level}
-    return subprocess.run(
-        [sys.executable, *map(str, args)], env=environment, capture_output=True, text=True
-    )
-
-
-def drawn_calls(level, threads):
-    done = run(level, "-m", "tests.numerics.cpu_level_bits", CALLS, threads)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == CALLS
-    return lines
-
-
 @pytest.mark.slow
 def test_levels_and_threads_give_the_same_bits():
     levels = available()
-    expected = drawn_calls("", 1)
+    chosen = [("", "1"), *((level, "1") for level in levels), (levels[-1], "3")]
+    done = run_children(DRAW, [{"FUSED_OP_CPU": level, "THREADS": n} for level, n in chosen])
+    assert not any(each.returncode for each in done), [each.stderr for each in done]
+    expected, *others = (each.stdout.splitlines() for each in done)
+    assert len(expected) == CALLS
     assert len({line.split(": ")[-1] for line in expected}) > CALLS * 0.9
-    for level in levels:
-        for threads in (1, 3) if level == levels[-1] else (1,):
-            differing = [
-                (ours, theirs)
-                for ours, theirs in zip(drawn_calls(level, threads), expected, strict=True)
-                if ours != theirs
-            ]
-            assert not differing, f"{level}, {threads} threads: {differing[:3]}"
+    for (level, threads), lines in zip(chosen[1:], others, strict=True):
+        differing = [pair for pair in zip(lines, expected, strict=True) if pair[0] != pair[1]]
+        assert not differing, f"{level}, {threads} threads: {differing[:3]}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "level, loops", [("default", "without AVX"), ("avx2", "in AVX2"), ("avx512", "in AVX-512")]
-)
-def test_the_report_names_the_level(level, loops):
+def test_the_report_names_the_level():
     """Catches a level that is chosen and not taken, and a report that names another."""
-    if level not in available():
-        pytest.skip("this CPU lacks it")
     code = "from fused_op.__main__ import devices; print(next(devices())[1])"
-    for choice in (level, "") if level == available()[-1] else (level,):
-        done = run(choice, "-c", code)
-        assert done.stdout.startswith(f"loops {loops}, "), done.stderr
+    choices = [*available(), ""]
+    done = run_children(code, [{"FUSED_OP_CPU": choice} for choice in choices])
+    for choice, each in zip(choices, done, strict=True):
+        level = choice or choices[-2]
+        assert each.stdout.startswith(f"loops {LOOPS[level]}, "), each.stderr
+
+
+def assert_refused(*levels):
+    code = "import torch, fused_op; fused_op.fused_rms_norm(torch.ones(2, 4))"
+    done = run_children(code, [{"FUSED_OP_CPU": level} for level in levels])
+    for level, each in zip(levels, done, strict=True):
+        assert each.returncode == 1
+        assert "FUSED_OP_CPU must be default, avx2 or avx512" in each.stderr
+        assert f"got '{level}'" in each.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["avx1024", "AVX2", " "])
-def test_a_level_that_does_not_exist_is_refused(level):
-    code = "import torch, fused_op; fused_op.fused_rms_norm(torch.ones(2, 4))"
-    done = run(level, "-c", code)
-    assert done.returncode == 1
-    assert "FUSED_OP_CPU must be default, avx2 or avx512" in done.stderr
-    assert f"got '{level}'" in done.stderr
+def test_a_level_that_does_not_exist_is_refused():
+    assert_refused("avx1024", "AVX2", " ")
 
 
 @pytest.mark.skipif(platform.machine() == "x86_64", reason="this CPU may have them")
-@pytest.mark.parametrize("level", ["avx2", "avx512"])
-def test_a_level_that_the_cpu_lacks_is_refused(level):
-    test_a_level_that_does_not_exist_is_refused(level)
+def test_a_level_that_the_cpu_lacks_is_refused():
+    assert_refused("avx2", "avx512")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

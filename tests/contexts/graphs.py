@@ -1,7 +1,19 @@
 """What torch.compile makes of a call: a backend that keeps the graphs' operators, and runs them."""
 
+import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+
+
+def opchecks(pair):
+    """Those of torch.library.opcheck for arguments of a pair of dtypes.
+
+    All for one pair. Tracing, most of the time, knows of dtypes what fake tensors say, which are
+    compared for each pair.
+    """
+    every = "test_autograd_registration", "test_aot_dispatch_dynamic"
+    mixed = (pair.rows, pair.params) == (torch.bfloat16, torch.float32)
+    return ("test_schema", "test_faketensor", *(every if mixed else ()))
 
 
 class Graphs:

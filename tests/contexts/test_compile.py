@@ -16,7 +16,7 @@ import fused_op_cuda
 from fused_op import fused_add_layer_norm, fused_layer_norm
 from fused_op._options import Options
 from tests.calls import arguments, assert_same, loss, outputs
-from tests.contexts.graphs import Graphs
+from tests.contexts.graphs import Graphs, opchecks
 
 
 def test_meta_and_fake_tensors_have_the_shapes_of_real_ones(op, pair):
@@ -125,6 +125,7 @@ def test_opcheck(norm, pair, device):
     w = torch.randn(6, dtype=pair.params, device=device)
     wide = torch.float64 if pair.rows is torch.float64 else torch.float32
     state = torch.tensor([1, 2])
+    checks = opchecks(pair)
     for args in (
         (x, residual, w, w if norm == "layer_norm" else None, None, 0, 1e-5, False, "once", 0.0),
         (x, None, None, None, None, 2, 1e-5, True, "before_weight", 0.0),
@@ -136,7 +137,8 @@ def test_opcheck(norm, pair, device):
             ((None, None), True),
             ((wide, wide if args[1] is not None else None), False),
         ):
-            opcheck(torch.ops.fused_op.norm_forward.default, (norm, *args, *dtypes, save_stats))
+            every = norm, *args, *dtypes, save_stats
+            opcheck(torch.ops.fused_op.norm_forward.default, every, test_utils=checks)
     stats = fused_op_cuda.norm_forward((x, None, None, None, None), Options(norm, 1e-5), True)[2]
     is_layer_norm = norm == "layer_norm"
     first = "before_weight"
@@ -153,6 +155,7 @@ def test_opcheck(norm, pair, device):
                 *(norm, residual, grad_sum, x, weight, None, stats, state, 1, zero_centered),
                 *(rounding, p, from_output, pair.rows, residual_dtype, pair.params, wanted),
             ),
+            test_utils=checks,
         )
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import fused_op
 from tests.calls import arguments, assert_same, loss, outputs
+from tests.ops import OPS
 
 
 @pytest.fixture(autouse=True)
@@ -65,15 +66,18 @@ def test_rows_that_only_the_data_tells(op, device):
 
 
 @pytest.mark.slow
-def test_inductor_fuses_around_it(op, device):
+def test_inductor_fuses_around_it(device):
     """Catches strides or dtypes that were foretold wrongly: inductor's code relies on them, on
-    both sides of the call, in both directions."""
+    both sides of the call, in both directions. All ops in one graph: g++ needs seconds for each."""
 
     def block(*args):  # of what inductor's code computes to the bit
         turned = [t.mT.contiguous().mT.abs() if t.dim() > 1 else t * 0.5 for t in args]
-        return tuple(output.mT.relu() for output in outputs(op.fused(*turned)))
+        results = []
+        for op in OPS:
+            results += outputs(op.fused(*(turned.pop(0) for _ in op.inputs)))
+        return tuple(output.mT.relu() for output in results)
 
-    args = arguments(op, requires_grad=True, device=device)
+    args = [t for op in OPS for t in arguments(op, requires_grad=True, device=device)]
     result, expected = torch.compile(block, fullgraph=True)(*args), block(*args)
     assert_same(result, expected)
     wanted = torch.autograd.grad(loss(expected), args)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fused_op
 from fused_op_cuda import KernelError
 from tests.calls import Calls, assert_same, loss, outputs, take_kernels_away
-from tests.contexts.graphs import Graphs
+from tests.contexts.graphs import Graphs, opchecks
 from tests.ops import BF16, F32, F64, Pair, subsets
 from tests.variants.table import CALLS, bound, check, grads_of, run
 
@@ -214,6 +214,7 @@ def test_compile_without_graph_break(call, dynamic, device):
 def test_opcheck(call, pair, device):
     """The ops with the arguments that the function gives them."""
     variant, options = call
+    checks = opchecks(pair)
     for shape in ((2, 3, 6), (0, 4)):
         inputs = variant.arguments(shape, pair, device, requires_grad=True)
         with Seen(*variant.ops) as seen:
@@ -221,9 +222,8 @@ def test_opcheck(call, pair, device):
         assert [str(func) for func, _ in seen.calls] == [*variant.ops]
         for func, args in seen.calls:
             # Without gradients, which are the function's.
-            opcheck(
-                func, torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, args)
-            )
+            detached = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, args)
+            opcheck(func, detached, test_utils=checks)
 
 
 def test_transforms(call, device):

@@ -21,6 +21,9 @@ from tests.case import SEED
 
 TIMEOUT = timedelta(seconds=60)  # of a collective, and of a function after the last sign of life
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+# What the process imports that all ranks are forked from: seconds for each of them otherwise. None
+# of it starts threads or CUDA.
+PRELOADED = ["torch.distributed.device_mesh", "fused_op"]
 
 
 class Ranks:
@@ -69,7 +72,8 @@ class Ranks:
 
     def _start(self) -> None:
         os.environ["FUSED_OP_SEED"] = str(SEED)  # one for all
-        context = torch.multiprocessing.get_context("spawn")
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         # A file to meet at, where a port might be taken.
         self.folder = tempfile.TemporaryDirectory()
         meeting = os.path.join(self.folder.name, "store")

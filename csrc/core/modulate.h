@@ -1,10 +1,10 @@
-// The structs of the kernels of core/modulated.h: a source and two epilogues. Torch-free.
+// The structs of the kernels of core/modulated.h: a source and three epilogues. Torch-free.
 //
 // If each row has an entry of its own, both directions read it beside the row, and the gradients of
-// entries are rows, too. If rows share entries, these are parameters of the kernels. Forward reads
-// them once the statistics are known, unless they begin in the middle of a word. A CTA of backward
-// takes rows of one entry, with weight' as parameter, and the sums over its rows are stored like
-// the parameter gradients of a norm.
+// entries are rows, too. If rows share entries, these are parameters of the kernels. Forward loads
+// them like weight and bias; entries that begin in the middle of a word it reads beside the row. A
+// CTA of backward takes rows of one entry, with weight' as parameter, and the sums over its rows
+// are stored like the parameter gradients of a norm.
 #pragma once
 
 #include <type_traits>
@@ -195,11 +195,10 @@ struct ModulatedByEntry : Affine<W, Y> {
   using Args = ModulatedForwardArgs;
   using Inner::Inner;
 
-  template <int N>
   struct Nothing {};
   template <int N>
   struct Parameters {
-    std::conditional_t<kAffine, typename Inner::template Parameters<N>, Nothing<N>> inner;
+    std::conditional_t<kAffine, typename Inner::template Parameters<N>, Nothing> inner;
     Pack<Z, N> scale;
     Pack<Z, N> shift;
   };

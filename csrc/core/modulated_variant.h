@@ -27,7 +27,8 @@ struct ModulatedVariant : Variant {
     (shared ? parameters_of_row[0] : beside) = args.modulation.scale;
     (shared ? parameters_of_row[1] : more_beside[0]) = args.modulation.shift;
     more_beside[1] = args.modulation.gate;
-    light = shared && size_of(entry) <= size_of(row);
+    light = shared && size_of(entry) == size_of(row) &&
+            (!has_weight || size_of(parameters) == size_of(row));
     add_options();
   }
   explicit ModulatedVariant(const ModulatedBackwardArgs& args)

@@ -203,7 +203,8 @@ struct RotatedAffine : Affine<W, X> {
   __device__ __forceinline__ RotatedAffine(const Args& args, std::int64_t number, const Lane& lane)
       : Inner(args, number, lane), call(args), row(number), first(lane.first), step(Lane::kStep) {}
 
-  __device__ __forceinline__ static int first_parameter(const Args& args, std::int64_t row) {
+  template <typename Call>  // of either direction
+  __device__ __forceinline__ static int first_parameter(const Call& args, std::int64_t row) {
     return Form::kGroups ? static_cast<int>(args.rotation.first_parameter(row, args.cols)) : 0;
   }
   template <typename Norm, typename Access, int N, typename Col>
@@ -324,8 +325,7 @@ struct RotatedAffine : Affine<W, X> {
     template <typename Norm, typename Access, int N, typename Col>
     __device__ __forceinline__ static auto load(const Args& args, std::int64_t row, Col col,
                                                 int valid) {
-      const int first =
-          Form::kGroups ? static_cast<int>(args.rotation.first_parameter(row, args.cols)) : 0;
+      const int first = first_parameter(args, row);
       return Inner::Backward::template load<Norm, Access, N>(args, row, first + col, valid);
     }
 

@@ -179,9 +179,9 @@ struct Vectors : LoadsBoth<Vectors> {
       store_pack(lane, row, first + k, packs[k]);
     }
   }
-  // Loads N values of a parameter from column `col` on. The parameter begins at a multiple of 16
-  // bytes; if it is null, all values are `absent`. `valid` is the number of columns left in the
-  // row; if it is N, there may be more.
+  // Loads N values of a parameter from column `col` on. The parameter begins at a multiple of a
+  // pack's bytes, 16 at most, and of 4 for Words; if it is null, all values are `absent`. `valid`
+  // is the number of columns left in the row; if it is N, there may be more.
   template <typename W, int N, typename Col>
   __device__ __forceinline__ static Pack<W, N> parameter(const void* from, Col col, int valid,
                                                          float absent) {

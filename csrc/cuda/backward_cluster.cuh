@@ -18,6 +18,7 @@ namespace fused_op::cuda {
 // What a thread does with its units of one row after another.
 template <typename Op, typename Tile>
 class ClusterRows {
+  static_assert(!Op::Epilogue::kGrouped, "all rows have the same parameters");
   using Norm = typename Op::Norm;
   using A = typename Op::A;
   using W = typename Op::Epilogue::Parameter;

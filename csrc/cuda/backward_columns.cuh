@@ -203,6 +203,7 @@ __global__ void __launch_bounds__(kPieceThreads, 1)
 // A thread's unit of columns, which it processes in one row after another.
 template <typename Op, typename Tile>
 class UnitColumns {
+  static_assert(!Op::Epilogue::kGrouped, "all rows have the same parameters");
   using Norm = typename Op::Norm;
   using A = typename Op::A;
   using X = typename Op::X;

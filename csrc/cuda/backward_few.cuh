@@ -110,6 +110,7 @@ __device__ __forceinline__ void few_rows(const NormBackwardArgs& args, const Bac
 // rows in turn; each thread has kOwn columns of its row. Then the groups' sums are added in order.
 template <typename Op, typename Tile>
 class Slab {
+  static_assert(!Op::Epilogue::kGrouped, "all rows have the same parameters");
   using Norm = typename Op::Norm;
   using A = typename Op::A;
   using X = typename Op::X;

@@ -21,6 +21,9 @@ struct ChannelsFirstPlan {
   std::int64_t ctas;
 };
 
+// The threads of an SM in forward, if it reads channels again.
+constexpr int kThreadsReadingAgain = 1024;
+
 // How many terms a lane adds up before it adds their sum to a total. This keeps sums over many
 // channels accurate.
 constexpr int kFoldedChannels = 32;
@@ -52,9 +55,12 @@ struct ChannelsFirstBackwardSteps {
   bool keeps_sums;
 };
 
-// The threads of an SM in backward. Each may take 80 registers. H200, bf16, LayerNorm, share of add
-// with 512, 768 and 1024: 0.64 0.72 0.60 at 96 channels, 0.52 0.56 0.46 at 384.
-constexpr int kThreadsOfSm = 768;
+// The threads of an SM in backward: 80 registers suffice for each, but not if elements of 16 bits
+// take more instructions. H200, bf16, LayerNorm, share of add with 512, 768 and 1024: 0.64 0.72
+// 0.60 at 96 channels, 0.52 0.56 0.46 at 384.
+FUSED_OP_HD constexpr int backward_threads(int element_bytes, int pack, bool silu) {
+  return element_bytes == 2 && (silu || pack < 8) ? 512 : 768;
+}
 
 // The sums of each pixel that a CTA adds up over its slices, and the values of a pixel that its
 // threads share at once, at most.

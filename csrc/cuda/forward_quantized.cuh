@@ -64,7 +64,7 @@ struct QuantizedRow {
   }
   // Of the lanes that share blocks, the first computes the scale of their first block, the second
   // that of the second one and so on: a scale takes two divisions. Share of copy if every lane
-  // computes all of them, and so: 0.83 0.91 at 131072x1024, 0.78 0.90 at 16384x8192 (H200, bf16).
+  // computes all of them, and so: 0.83 0.91 at 131072x1024, 0.78 0.89 at 16384x8192 (H200, bf16).
   __device__ __forceinline__ void store_blocks() const {
     constexpr int kBlocks = (kVectors + kBlockPacks - 1) / kBlockPacks;
     static_assert(kBlocks <= kBlockLanes, "a lane computes one scale");

@@ -34,6 +34,7 @@ const Kernel& kernel_of(const ChannelsFirstForwardArgs& args, ChannelsFirstPlan 
   KernelKey key = key_of(args, plan);
   if (plan.channels > 0 && has_too_many_kernels(key, device)) {
     plan.channels = 0;
+    plan.ctas_per_sm = kThreadsReadingAgain / (kWarpSize * plan.warps * plan.groups);
     key = key_of(args, plan);
   }
   return require_kernel(key, device, [&] {

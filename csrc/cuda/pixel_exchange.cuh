@@ -27,7 +27,10 @@ struct ChannelsFirstBackwardOp {
   static constexpr int kThreads = kLanes * kSlices;
   static constexpr int kWarps = kThreads / kWarpSize;
   static constexpr int kSlicesOfWarp = kWarpSize / kLanes;
-  static constexpr int kCtasPerSm = kThreadsOfSm / kThreads;
+  static constexpr int kMostCtas = 16;  // what every GPU has room for
+  static constexpr int kSmThreads = backward_threads(sizeof(E), kPack, kSilu);
+  static constexpr int kCtasPerSm =
+      kSmThreads < kMostCtas * kThreads ? kSmThreads / kThreads : kMostCtas;
 };
 
 // Where a thread stands in its CTA.

@@ -9,13 +9,13 @@
 namespace fused_op::cuda {
 namespace {
 
-constexpr int kMaxWarps = 16;               // of a group
-constexpr int kLeastWarps = 8;              // of a CTA
-constexpr int kCtasPerSm = 2;               // wide packs are used only if they leave this many
-constexpr int kLeastBytes = 4;              // of a pack, unless addresses allow only fewer
-constexpr int kReadAgainBytes = 8;          // of a pack of channels that are not kept
-constexpr int kThreadsReadingAgain = 1024;  // of an SM
-// How many words a thread may keep and compute with, of 128 registers, and with wide packs.
+constexpr int kMaxWarps = 16;       // of a group
+constexpr int kLeastWarps = 8;      // of a CTA
+constexpr int kFewestCtas = 2;      // of an SM: wide packs are used only if they leave this many
+constexpr int kLeastBytes = 4;      // of a pack, unless addresses allow only fewer
+constexpr int kReadAgainBytes = 8;  // of a pack of channels that are not kept
+// How many words a thread with 128 registers may keep and compute with. Beyond the second number,
+// narrower packs and more threads are faster.
 constexpr int kMostWords = 56;
 constexpr int kMostWideWords = 48;
 constexpr int kValues = 4;  // of a pixel, in registers
@@ -63,9 +63,9 @@ ChannelsFirstPlan plan_of(const Call& call, const DeviceInfo& device) {
   plan.groups = std::max(kLeastWarps / plan.warps, 1);
   const int size = size_of(call.dtype);
   const auto is_wide = [&](int pack) {
-    return !allows(call, pack) ||
-           (pack * size > kLeastBytes &&
-            tiles_of(call, pack) < std::int64_t{kCtasPerSm} * plan.groups * device.multiprocessors);
+    return !allows(call, pack) || (pack * size > kLeastBytes &&
+                                   tiles_of(call, pack) < std::int64_t{kFewestCtas} * plan.groups *
+                                                              device.multiprocessors);
   };
   int pack = kVectorBytes / size;
   while (pack > 1 && (is_wide(pack) || (pack * size > kLeastBytes &&

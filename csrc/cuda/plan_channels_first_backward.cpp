@@ -10,10 +10,11 @@
 namespace fused_op::cuda {
 namespace {
 
-constexpr int kLikedThreads = 128;  // of a CTA, if lanes side by side can be so many
-constexpr int kMostThreads = 256;   // for eight lanes, rather than four
-constexpr int kStreams = 2;         // x and dy
-constexpr int kTilesOfSm = 4;       // tiles are made narrower if there are fewer
+// The threads that a CTA should have, and how many it may have so that eight lanes share a tile.
+constexpr int kLikedThreads = 128;
+constexpr int kMostThreads = 256;
+constexpr int kStreams = 2;    // x and dy
+constexpr int kTilesOfSm = 4;  // tiles are made narrower if there are fewer
 
 // The order of sums follows from the slices, so they depend on the channels alone. Six channels a
 // slice: with fewer, the exchange of sums would cost more; with more, shared memory would have room
@@ -32,6 +33,7 @@ struct Call {
   std::int64_t rows;
   std::int64_t channels;
   std::int64_t pixels;
+  bool silu;
   std::int64_t sums;         // of channels
   std::uintptr_t addresses;  // or'ed
 
@@ -59,19 +61,18 @@ std::int64_t exchange_bytes(const Call& call, int lanes, int slices) {
          call.accumulator_bytes();
 }
 
-std::int64_t ctas_by_threads(const ChannelsFirstBackwardPlan& plan) {
-  return std::max(kThreadsOfSm / plan.threads(), 1);
-}
 // The CTAs that an SM has threads and shared memory for; the system takes 1 KiB of each.
-std::int64_t ctas_of_sm(const ChannelsFirstBackwardPlan& plan, std::int64_t shared_bytes,
-                        const DeviceInfo& device) {
-  return std::min(ctas_by_threads(plan), (device.shared_bytes + 1024) / (shared_bytes + 1024));
+std::int64_t ctas_of_sm(const ChannelsFirstBackwardPlan& plan, const Call& call,
+                        std::int64_t shared_bytes, const DeviceInfo& device) {
+  const int threads = backward_threads(size_of(call.dtype), plan.pack, call.silu);
+  return std::clamp<std::int64_t>((device.shared_bytes + 1024) / (shared_bytes + 1024), 1,
+                                  std::max(threads / plan.threads(), 1));
 }
 
 // Chooses how many channels of how many tiles are in shared memory at once: those of two tiles, if
-// there is room for as many CTAs as an SM has threads for, or of one, or some of one. H200, bf16,
-// LayerNorm, share of add with two tiles and with one: 0.67 0.72 at 96 channels, 0.61 0.65 at 192,
-// but 0.64 0.61 at 128, where as many CTAs have room.
+// as many CTAs then have room as with one; of one tile; or some of one. H200, bf16, LayerNorm,
+// share of add with two tiles and with one: 0.67 0.72 at 96 channels, 0.61 0.65 at 192, but 0.64
+// 0.61 at 128, where as many CTAs have room.
 void fit_shared(ChannelsFirstBackwardPlan& plan, const Call& call, int most_lanes,
                 const DeviceInfo& device) {
   const auto tile_bytes = [&](int lanes) {
@@ -82,17 +83,26 @@ void fit_shared(ChannelsFirstBackwardPlan& plan, const Call& call, int most_lane
   };
   const std::int64_t sums = call.sums * call.accumulator_bytes();
   plan.some = call.channels;
-  for (plan.lanes = most_lanes; plan.lanes > 1; plan.lanes /= 2) {
+  const auto fits = [&](bool alone) {  // whether one CTA may be alone on its SM with one tile
     const std::int64_t bytes = tile_bytes(plan.lanes) + sums;
-    if (plan.threads() >= kWarpSize && bytes <= room(plan.lanes)) {
-      plan.keeps_sums = sums > 0;
-      plan.shared_bytes = bytes + exchange_bytes(call, plan.lanes, plan.slices);
-      const std::int64_t with_two = plan.shared_bytes + tile_bytes(plan.lanes);
-      const bool fits_two = with_two <= most_dynamic_shared(device) &&
-                            ctas_of_sm(plan, with_two, device) == ctas_by_threads(plan);
-      plan.stages = fits_two ? 2 : 1;
-      plan.shared_bytes = fits_two ? with_two : plan.shared_bytes;
-      return;
+    if (plan.threads() < kWarpSize || bytes > room(plan.lanes)) {
+      return false;
+    }
+    plan.shared_bytes = bytes + exchange_bytes(call, plan.lanes, plan.slices);
+    const std::int64_t with_two = plan.shared_bytes + tile_bytes(plan.lanes);
+    const std::int64_t ctas = ctas_of_sm(plan, call, plan.shared_bytes, device);
+    const bool fits_two =
+        with_two <= most_dynamic_shared(device) && ctas_of_sm(plan, call, with_two, device) == ctas;
+    plan.stages = fits_two ? 2 : 1;
+    plan.shared_bytes = fits_two ? with_two : plan.shared_bytes;
+    plan.keeps_sums = sums > 0;
+    return fits_two || ctas > 1 || alone;
+  };
+  for (const bool alone : {false, true}) {
+    for (plan.lanes = most_lanes; plan.lanes > 1; plan.lanes /= 2) {
+      if (fits(alone)) {
+        return;
+      }
     }
   }
   plan.stages = 1;
@@ -114,9 +124,8 @@ ChannelsFirstBackwardPlan plan_of(const Call& call, const DeviceInfo& device) {
   }
   fit_shared(plan, call, lanes, device);
   plan.tiles = tiles_of(call, plan.lanes);
-  const std::int64_t resident =
-      std::max<std::int64_t>(ctas_of_sm(plan, plan.shared_bytes, device), 1);
-  plan.ctas = std::min(plan.tiles, resident * device.multiprocessors);
+  plan.ctas = std::min(plan.tiles,
+                       ctas_of_sm(plan, call, plan.shared_bytes, device) * device.multiprocessors);
   return plan;
 }
 
@@ -133,6 +142,7 @@ ChannelsFirstBackwardPlan plan_channels_first(const ChannelsFirstBackwardArgs& a
                .rows = args.rows,
                .channels = args.cols,
                .pixels = args.pixels,
+               .silu = args.silu,
                .sums = sums ? row : 0,
                .addresses = address(args.x.data) | address(args.grad_output.data) |
                             address(args.grad_input.data)},

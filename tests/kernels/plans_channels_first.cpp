@@ -41,6 +41,10 @@ const char* broken_rule(const ChannelsFirstPlan& plan, const Call& call, int war
       plan.warps * plan.groups * kWarpSize > kMostThreads) {
     return "too many threads";
   }
+  const int threads = plan.warps * plan.groups * kWarpSize;
+  if (plan.ctas_per_sm < 1 || plan.ctas_per_sm * threads > 1024) {
+    return "CTAs of an SM";
+  }
   if (plan.groups * kValues * plan.warps * tile * accumulator > kMostShared) {
     return "too much shared memory";
   }

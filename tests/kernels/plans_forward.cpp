@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cuda/plan_names.h"
 #include "plans.h"
 
 namespace fused_op::cuda {
@@ -16,12 +17,23 @@ int row_threads(const ForwardPlan& plan, std::int64_t cols) {
   return static_cast<int>(warps) * plan.lanes;
 }
 
+// Bytes of the widest element that a variant reads beside the row, or as parameters of its own.
+int widest_beside(const ForwardSpec& spec) {
+  int widest = 0;
+  if (spec.variant != nullptr) {
+    for (const ConstRows* rows : read_in_packs(*spec.variant)) {
+      widest = std::max(widest, size_of(rows->dtype));
+    }
+  }
+  return widest;
+}
+
 const char* broken_rule(const ForwardSpec& spec, const ForwardPlan& plan, std::int64_t rows,
                         std::int64_t cols, const ForwardPlan& first) {
   const int threads = row_threads(plan, cols);
   const std::int64_t warp_cols = std::int64_t{plan.lanes} * plan.vectors * plan.pack;
   const int widest = std::max({size_of(spec.input), size_of(spec.row), size_of(spec.output),
-                               spec.adds ? size_of(spec.residual) : 0});
+                               spec.adds ? size_of(spec.residual) : 0, widest_beside(spec)});
   if (plan.pack < 1 || plan.lanes < 1 || plan.vectors < 1) return "no plan";
   if (plan.lanes > 32 || (plan.lanes & (plan.lanes - 1)) != 0) return "lanes";
   if (plan.lanes < 32 && warp_cols < cols) return "a row is not covered";

@@ -10,6 +10,8 @@
 namespace fused_op::cuda {
 namespace {
 
+constexpr std::int64_t kRows = 100'003;
+
 ConstRows rows_of(DType dtype, std::int64_t cols) {
   return {.data = reinterpret_cast<const void*>(4096), .dtype = dtype, .stride = cols, .split = {}};
 }
@@ -17,7 +19,7 @@ ConstRows rows_of(DType dtype, std::int64_t cols) {
 ForwardPlan plan_of(const ForwardSpec& spec, std::int64_t cols) {
   DeviceInfo device{};
   device.multiprocessors = 132;
-  return plan_forward(spec, 100'003, cols, {true, false}, device);
+  return plan_forward(spec, kRows, cols, {true, false}, device);
 }
 
 // Rows that share entries, and the same rows with an entry each, have the same bits.
@@ -28,12 +30,15 @@ void check_modulated(DType row, DType entry, bool gated, bool weight, std::int64
     args.dtype = args.param_dtype = args.output.dtype = row;
     args.input = rows_of(row, cols);
     args.weight = weight ? args.input.data : nullptr;
+    const auto of_entries = [&](DType dtype) {
+      return entries(args.input.data, dtype, cols, rows_each, kRows);
+    };
     if (gated) {
       args.residual = args.input;
       args.sum = reinterpret_cast<void*>(4096);
-      args.modulation.gate = rows_of(row, cols);
+      args.modulation.gate = of_entries(row);
     }
-    args.modulation.scale = args.modulation.shift = rows_of(entry, cols);
+    args.modulation.scale = args.modulation.shift = of_entries(entry);
     args.modulation.rows_each = rows_each;
     return args;
   };
@@ -48,7 +53,7 @@ void check_modulated(DType row, DType entry, bool gated, bool weight, std::int64
                          : nullptr;
   const bool reads_words = cols * size_of(entry) % 4 == 0;
   if (shared.shared != reads_words || own.shared) rule = "entries that are parameters";
-  if (rule != nullptr) report(rule, kernel_name(shared_spec, plan), 100'003, cols, {});
+  if (rule != nullptr) report(rule, kernel_name(shared_spec, plan), kRows, cols, {});
 }
 
 void check_gated(DType row, DType gate_dtype, bool first, std::int64_t cols) {

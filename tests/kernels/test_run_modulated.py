@@ -166,12 +166,13 @@ def test_numbers(call: Call) -> None:
             assert error <= BOUNDS[actual.dtype], f"{name}: {error:.3g} of the largest"
 
 
-# Backward gets other calls of these: one for each entry, or with entries in float32.
+# The op computes backward of these otherwise: entry by entry, or with entries in float32.
 FORWARD = [
     Call(2, 3, 20000),
     Call(2, 2, 17001, "rms_norm", F32, weight=True),
     Call(3, 7, 33),
     Call(3, 7, 160, first=1),  # entries that begin in the middle of a word
+    Call(3, 7, 160, first=2),  # and at a word, but not at a pack
     Call(3, 7, 34, "rms_norm", F16, first=1, weight=True, gated=True),
     Call(40, 8, 1000, sms=2),
     Call(2, 9, 1152, weight=True, bias=True, sms=1),
@@ -186,7 +187,8 @@ def test_numbers_of_forward(call: Call) -> None:
     right = truth(call, of, sum)
     error = (output.double() - right.output).abs().max() / right.output.abs().max()
     assert error <= BOUNDS[output.dtype]
-    assert sum is None or (sum.double() - right.sum).abs().max() <= 0.02 * right.sum.abs().max()
+    if sum is not None:
+        assert (sum.double() - right.sum).abs().max() <= BOUNDS[sum.dtype] * right.sum.abs().max()
 
 
 GATED = [call for call in CALLS if call.gated and call.each > 1]

@@ -139,12 +139,15 @@ void walk(const Call& call, int warps, int slices, const DeviceInfo& device) {
     }
   };
   check(broken_rule(plan_channels_first(forward, device), call, warps), "channels first");
-  for (const bool sums : {false, true}) {
+  for (const auto& [sums, silu] : {std::pair{false, false}, {true, false}, {true, true}}) {
     auto backward = args_of<ChannelsFirstBackwardArgs>(call);
     backward.x.data = data;
+    backward.silu = silu;
     backward.grad_weight = sums ? &backward : nullptr;  // only whether it is null counts
     check(broken_backward(plan_channels_first(backward, device), call, slices, sums, device),
-          sums ? "channels first backward, sums" : "channels first backward");
+          silu   ? "channels first backward, silu"
+          : sums ? "channels first backward, sums"
+                 : "channels first backward");
   }
 }
 

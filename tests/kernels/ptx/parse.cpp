@@ -1,58 +1,15 @@
 // Reads the PTX text of a kernel: declarations, scopes, labels, calls. decode.cpp knows the
 // instructions.
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <map>
 
 #include "decode.h"
+#include "scope.h"
 #include "text.h"
 
 namespace ptx {
 namespace {
-
-// A single register, or those that one directive declares.
-struct Registers {
-  std::uint32_t slot;
-  int bytes;  // 0: a predicate
-  int count;
-};
-std::uint32_t size_of(const Registers& of) {
-  return of.bytes == 0 ? 4 : static_cast<std::uint32_t>(of.bytes * kLanes);
-}
-
-int bytes_of_type(std::string_view type) {
-  if (type == ".pred") {
-    return 0;
-  }
-  const std::size_t digits = type.find_first_of("0123456789");
-  const int bits = digits == type.npos ? 0 : std::stoi(std::string(type.substr(digits)));
-  if (bits != 8 && bits != 16 && bits != 32 && bits != 64) {
-    throw Fault("unknown type " + std::string(type));
-  }
-  return bits / 8;
-}
-
-struct Jump {
-  std::uint32_t from;
-  std::string_view label;
-};
-struct Scope {
-  std::map<std::string, Registers, std::less<>> registers;  // ranges by name without the number
-  std::map<std::string, Variable, std::less<>> variables;
-  std::map<std::string_view, std::uint32_t> labels;
-  std::vector<Jump> jumps;
-};
-
-struct Function {
-  std::uint32_t first = kNone;  // index of the first instruction; kNone: only declared
-  std::vector<Variable> parameters;
-};
-struct Call {
-  std::uint32_t at;
-  std::string_view callee;
-  std::vector<Variable> arguments;
-};
 
 class Parser final : public Constants {
  public:
@@ -480,29 +437,6 @@ class Parser final : public Constants {
 };
 
 }  // namespace
-
-bool is_number(std::string_view word) { return !word.empty() && word[0] >= '0' && word[0] <= '9'; }
-
-std::uint64_t number(std::string_view word, bool negative) {
-  if (word.find('.') != word.npos) {
-    return std::bit_cast<std::uint64_t>(std::stod(std::string(word)));
-  }
-  int base = 10;
-  if (word.starts_with("0f") || word.starts_with("0F") || word.starts_with("0d") ||
-      word.starts_with("0D") || word.starts_with("0x") || word.starts_with("0X")) {
-    base = 16;
-    word.remove_prefix(2);
-  }
-  if (word.ends_with("U")) {
-    word.remove_suffix(1);
-  }
-  std::size_t used = 0;
-  const std::uint64_t value = word.empty() ? 0 : std::stoull(std::string(word), &used, base);
-  if (used != word.size() || word.empty()) {
-    throw Fault("not a number: " + std::string(word));
-  }
-  return negative ? 0 - value : value;
-}
 
 std::unique_ptr<Module> parse(std::string text) {
   auto module = std::make_unique<Module>();

@@ -87,5 +87,6 @@ class Words {
 // The bits of "12", "-0x1f", "0f3F800000" or "0d3FF0000000000000".
 bool is_number(std::string_view word);
 std::uint64_t number(std::string_view word, bool negative);
+int bytes_of_type(std::string_view type);  // 0: of a predicate
 
 }  // namespace ptx

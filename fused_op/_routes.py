@@ -33,6 +33,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,6 +61,9 @@ from ._options import (
 from ._philox import dropout_state
 from ._recorded import record
 from ._row_order import in_row_order, is_compiled
+from ._sizes import holds
+
+_IMAGES = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 # The names of a public function's arguments, by position and by keyword.
 _OVERRIDABLE: dict[str, tuple[list[str], list[str]]] = {}
@@ -121,7 +125,26 @@ def _run_traced(op: Callable[..., Any], function: Any, options: Options, tensors
         tensors = _cast(tensors)
     if is_transformed():
         return compose(tensors, options)
-    return _dispatch(function, _distinct(tensors), options)
+    input, residual, weight, bias, rng_state = _distinct(tensors)
+    input = _with_dense_rows(input, options)
+    if residual is not None:
+        residual = _with_dense_rows(residual, options)
+    return _dispatch(function, (input, residual, weight, bias, rng_state), options)
+
+
+def _with_dense_rows(tensor: Tensor, options: Options) -> Tensor:
+    """The copy that the op would make of permuted rows, in the graph, where it costs nothing.
+
+    The result of a convolution, permuted, is such rows. Inductor adds the bias and writes them in
+    this order; an op would get, and save for backward, what eager mode has in memory.
+    """
+    if tensor.dim() == 0 or not holds(tensor.stride(-1) != 1):
+        return tensor
+    if options.norm == "rms_norm" and tensor.dim() in _IMAGES:
+        # As in PyTorch, the output keeps this format; the op has to see it.
+        if tensor.is_contiguous(memory_format=_IMAGES[tensor.dim()]):
+            return tensor
+    return tensor.contiguous()
 
 
 def _checked(op: Callable[..., Any], options: Options, tensors: Tensors) -> tuple[Options, Tensors]:

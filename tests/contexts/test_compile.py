@@ -236,3 +236,50 @@ def test_order_of_gradients(function, norm):
     assert_same(results[0], results[1], rtol=0, atol=0)
     (gradient,) = found
     assert gradient.meta["val"].is_contiguous() is (function is permuted)
+
+
+def rows_of_images(x):
+    """In eager mode, the channels of a pixel lie apart in the result of the convolution."""
+    weight = torch.linspace(-1, 1, x.shape[1] ** 2 * 9).view(x.shape[1], -1, 3, 3)
+    return torch.nn.functional.conv2d(x, weight, padding=1).permute(0, 2, 3, 1)
+
+
+def head_by_head(x):
+    """Rows that lie in another order than they are counted in, but in one piece each."""
+    return x.cos().transpose(1, 2)
+
+
+@pytest.mark.parametrize(("rows", "is_copied"), [(rows_of_images, True), (head_by_head, False)])
+@pytest.mark.parametrize("norm", [fused_op.fused_layer_norm, fused_op.fused_rms_norm])
+def test_order_of_rows(norm, rows, is_copied):
+    """Catches a copy of permuted rows in the op, and one in the graph of rows that need none."""
+    found = []
+
+    def keep(graph, example):
+        for node in graph.graph.nodes:
+            if node.target is torch.ops.fused_op.norm_forward.default:
+                found.append(node.args[1])
+        return make_boxed_func(graph.forward)
+
+    def function(x):
+        return norm(rows(x)).cos()
+
+    torch._dynamo.reset()
+    x = torch.randn(2, 5, 3, 8, requires_grad=True)
+    compiled = torch.compile(function, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    results = [call(x) for call in (function, compiled)]
+    gradients = [torch.autograd.grad(result.sum(), x) for result in results]
+    assert_same(results[0], results[1], rtol=0, atol=0)
+    assert_same(gradients[0], gradients[1], rtol=0, atol=0)
+    (given,) = found
+    assert (given.target is torch.ops.aten.clone.default) is is_copied
+    assert given.meta["val"].stride(-1) == 1
+
+
+def test_format_of_images_under_rms_norm():
+    """As in PyTorch, the output keeps it, in a compiled graph, too."""
+    x = torch.randn(2, 5, 3, 8).contiguous(memory_format=torch.channels_last)
+    compiled = torch.compile(fused_op.fused_rms_norm, backend="aot_eager", fullgraph=True)
+    results = fused_op.fused_rms_norm(x), compiled(x)
+    assert_same(results[0], results[1], rtol=0, atol=0)
+    assert results[0].stride() == results[1].stride() == x.stride()

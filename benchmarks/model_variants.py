@@ -167,7 +167,6 @@ class Built:
     model: nn.Module
     note: Callable[[], str] = str  # what was changed, once the first step is over; may raise
     during_first_step: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
-    options: dict[str, Any] = field(default_factory=dict)  # of torch.compile
 
 
 def share(model: nn.Module) -> nn.Module:
@@ -206,9 +205,7 @@ def _with_compile_pass(model: nn.Module, modulations: int) -> Built:
             raise NothingToMeasure(str(fusing.report()))
         return f"{fusing.report()}; {modulations} modulations"
 
-    # Models of the same classes share graphs, and this one would run those of `converted`. Other
-    # options keep them apart, though this one has its default.
-    return Built(model, note, during, {"debug": torch._inductor.config.debug})
+    return Built(model, note, during)
 
 
 def _convert(model: nn.Module) -> int:

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from . import report
-from .block import CudaMeter, Meter, time_steps
+from .block import CudaMeter, Meter, compiled_alone, time_steps
 from .measure import reason
 from .model_table import tables
 from .model_variants import (
@@ -67,7 +67,7 @@ class Step:
         self.inputs, self.parameters = inputs, list(model.parameters())
         self.model: Callable[..., Any] = built.model
         if mode == "torch.compile":
-            self.model = torch.compile(built.model, dynamic=False, options=built.options)
+            self.model = compiled_alone(built.model)
         with built.during_first_step:
             loss = self.forward()
             loss.backward()

@@ -54,8 +54,21 @@ FUSED_OP_HD Activation<A> activation(A z, A sigma, A rest) {
   }
   return {z * sigma, multiply_add(z * sigma, rest, sigma)};
 }
-template <bool kSigmoid, typename A>
+// Coarse: the GPU's own exponential and reciprocal, which take a third of the instructions. Results
+// of 16 bits do not show the few units in the last place that this costs, except where each of them
+// has to be that of another implementation. Share of copy without and with, gate first: 0.92 1.03
+// at 1048576x128 (H200, bf16).
+template <bool kSigmoid, bool kCoarse = false, typename A>
 FUSED_OP_HD Activation<A> activation(A z) {
+#ifdef __CUDA_ARCH__
+  if constexpr (kCoarse) {
+    float e, sigma;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(z * -1.442695041f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigma) : "f"(1.0f + e));
+    const float rest = kSigmoid && z > 0.0f ? e * sigma : 1.0f - sigma;  // silu adds it to a sum
+    return activation<kSigmoid>(z, sigma, rest);
+  }
+#endif
   const A e = exp(z < A(0) ? z : -z);
   const A larger = inverse(A(1) + e);  // the larger of σ(z) and σ(-z); neither overflows
   const A smaller = e * larger;
@@ -95,6 +108,7 @@ template <typename W, typename T, typename Z, bool kSigmoid, bool kRounds, bool 
 struct GatedAffine : GroupAffine<W, T, kGroups> {
   using Inner = GroupAffine<W, T, kGroups>;
   using Inner::Inner;
+  static constexpr bool kCoarse = !kRounds && sizeof(T) == 2 && sizeof(Z) == 2;
 
   template <int N, int kVectors>
   struct Beside {
@@ -132,7 +146,7 @@ struct GatedAffine : GroupAffine<W, T, kGroups> {
     to_values(beside.gate[i], gate);
     scale(parameters, values, n);
     for (int j = 0; j < N; ++j) {
-      values[j] = n[j] * activation<kSigmoid>(gate[j]).value;
+      values[j] = n[j] * activation<kSigmoid, kCoarse>(gate[j]).value;
     }
   }
 
@@ -157,7 +171,7 @@ struct GatedAffine : GroupAffine<W, T, kGroups> {
       to_values(beside, gate);
       scale(parameters, xhat, n);
       for (int j = 0; j < N; ++j) {
-        const Activation<A> at = activation<kSigmoid>(gate[j]);
+        const Activation<A> at = activation<kSigmoid, kCoarse>(gate[j]);
         gate[j] = dy[j] * n[j] * at.slope;
         dy[j] *= at.value;
         met[j] = xhat[j];
@@ -179,11 +193,12 @@ struct GatedAffine : GroupAffine<W, T, kGroups> {
   };
 };
 
-// The row is x · φ(z), in accumulators.
-template <typename X, typename Z, bool kSigmoid, bool kSplit>
+// The row is x · φ(z), in accumulators. With kRounds, x̂ is rounded before the weight.
+template <typename X, typename Z, bool kSigmoid, bool kRounds, bool kSplit>
 struct GatedInput {
   using Row = Accumulator<X>;
   using Input = X;
+  static constexpr bool kCoarse = !kRounds && sizeof(X) == 2 && sizeof(Z) == 2;
 
   template <int N, int kVectors>
   struct Loaded {
@@ -252,7 +267,7 @@ struct GatedInput {
       A gate[N];
       to_values(gate_pack, gate);
       for (int j = 0; j < N; ++j) {
-        x[j] *= activation<kSigmoid>(gate[j]).value;
+        x[j] *= activation<kSigmoid, kCoarse>(gate[j]).value;
       }
     }
     FUSED_OP_HD static bool sum_arrives(const NormBackwardArgs&) { return false; }
@@ -266,7 +281,7 @@ struct GatedInput {
       to_values(x_pack, x);
       to_values(gate_pack, gate);
       for (int j = 0; j < N; ++j) {
-        const Activation<A> at = activation<kSigmoid>(gate[j]);
+        const Activation<A> at = activation<kSigmoid, kCoarse>(gate[j]);
         x[j] *= dv[j] * at.slope;
         gate[j] = dv[j] * at.value;
       }

@@ -36,7 +36,7 @@ struct GatedVariant : Variant {
     const std::string x = type(input), w = type(parameters), z = type(beside.dtype);
     if (gate_first) {
       const std::string affine = "fused_op::GroupAffine" + joined({w, x, flag(groups > 1)});
-      return {"fused_op::GatedInput" + joined({x, z, flag(sigmoid), flag(split)}),
+      return {"fused_op::GatedInput" + joined({x, z, flag(sigmoid), flag(rounds), flag(split)}),
               rounds ? "fused_op::RoundsFirst" + joined({affine, x}) : affine};
     }
     return {"fused_op::Plain" + joined({x, flag(split)}),

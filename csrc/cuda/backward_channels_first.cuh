@@ -94,7 +94,8 @@ struct ChannelsFirstBackward {
     for (int j = 0; j < N; ++j) {
       xhat[j] = Norm::normalized(xhat[j], normalizers[j]);
       if constexpr (Op::kSilu) {
-        dn[j] *= activation<false>(multiply_add(xhat[j], weight, bias)).slope;
+        const A n = multiply_add(xhat[j], weight, bias);
+        dn[j] *= activation<false, sizeof(E) == 2>(n).slope;
       }
     }
   }

@@ -272,20 +272,10 @@ struct GroupMaps {
   }
 };
 
-// silu(z), and its derivative. In 16 bits, where a few units in the last place of the arithmetic do
-// not matter, with the GPU's own exponential and reciprocal: kernels with a silu are bound by the
-// number of their instructions.
+// silu(z), and its derivative. Kernels with a silu are bound by the number of their instructions.
 template <typename E, typename A>
 __device__ __forceinline__ Activation<A> silu(A z) {
-  if constexpr (sizeof(E) == 2) {
-    float sigma;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(sigma) : "f"(z * -1.442695041f));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigma) : "f"(1.0f + sigma));
-    const float value = z * sigma;
-    return {value, multiply_add(value, 1.0f - sigma, sigma)};
-  } else {
-    return activation<false>(z);
-  }
+  return activation<false, sizeof(E) == 2>(z);
 }
 
 // Which group a CTA works on, and which of its slots.

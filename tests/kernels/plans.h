@@ -26,6 +26,7 @@ void report(const char* rule, const std::string& name, std::int64_t rows, std::i
 bool same_lanes(const ForwardPlan& a, const ForwardPlan& b, std::int64_t cols);
 // Checks the plans of rows that fit into a CTA: with many numbers of rows and GPUs.
 void check_forward(const ForwardSpec& spec, std::int64_t cols);
+void check_backward(const BackwardSpec& spec, std::int64_t cols);
 
 void walk_forward();
 void walk_variants();

@@ -24,11 +24,17 @@ struct Call {
 
 // Bytes of shared memory for one column of one row.
 int staged_column(const BackwardSpec& spec) {
-  return size_of(read_as_x(spec)) + size_of(spec.grad_output) + (spec.adds ? size_of(spec.row) : 0);
+  const int third = spec.variant != nullptr ? size_of(spec.variant->beside.dtype)
+                    : spec.adds             ? size_of(spec.row)
+                                            : 0;
+  return size_of(read_as_x(spec)) + size_of(spec.grad_output) + third;
 }
 
 int widest_stream(const BackwardSpec& spec) {
   int widest = std::max({size_of(read_as_x(spec)), size_of(spec.grad_output), size_of(spec.input)});
+  if (spec.variant != nullptr) {
+    widest = std::max(widest, size_of(spec.variant->beside.dtype));
+  }
   return spec.adds ? std::max({widest, size_of(spec.row), size_of(spec.residual)}) : widest;
 }
 
@@ -36,6 +42,9 @@ int widest_stream(const BackwardSpec& spec) {
 int unit(const BackwardSpec& spec) {
   int narrowest =
       std::min({size_of(read_as_x(spec)), size_of(spec.grad_output), size_of(spec.input)});
+  if (spec.variant != nullptr) {
+    narrowest = std::min(narrowest, size_of(spec.variant->beside.dtype));
+  }
   if (spec.adds) {
     narrowest = std::min({narrowest, size_of(spec.row), size_of(spec.residual)});
   }
@@ -213,7 +222,9 @@ DeviceInfo gpu(int multiprocessors, int shared_kib) {
   return device;
 }
 
-void check(const BackwardSpec& spec, std::int64_t cols) {
+}  // namespace
+
+void check_backward(const BackwardSpec& spec, std::int64_t cols) {
   // Shared memory decides the tile; SMs and rows decide how many rows a CTA has. The two GPUs of
   // each size of shared memory and the four numbers of rows therefore take turns.
   static const std::array<std::array<DeviceInfo, 2>, 4> kDevices = {{
@@ -265,6 +276,8 @@ void check(const BackwardSpec& spec, std::int64_t cols) {
     }
   }
 }
+
+namespace {
 
 // Long rows, and what a launch makes of them on GPUs with clusters of 16 CTAs, of 8 CTAs, and
 // without clusters.
@@ -343,7 +356,7 @@ std::vector<BackwardSpec> all_backward_specs() {
 void walk_backward() {
   for (const BackwardSpec& spec : all_backward_specs()) {
     for (std::int64_t cols = 1; cols <= 17'000; ++cols) {
-      check(spec, cols);
+      check_backward(spec, cols);
     }
   }
 }

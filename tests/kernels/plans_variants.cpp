@@ -1,4 +1,4 @@
-// The plans of forward of the variants of the norms. Run by plans.cpp.
+// The plans of variants of the norms: of forward, and of gated norms in backward. Run by plans.cpp.
 #include <algorithm>
 #include <cstdint>
 
@@ -66,6 +66,12 @@ void check_gated(DType row, DType gate_dtype, bool first, std::int64_t cols) {
   const GatedVariant variant(args.gate, row, row, Rounding::kOnce);
   const ForwardSpec spec = spec_of(args, &variant);
   if (cols <= most_forward_cols(spec)) check_forward(spec, cols);
+
+  NormBackwardArgs backward;
+  backward.kind = args.kind;
+  backward.dtype = backward.param_dtype = backward.grad_output.dtype = row;
+  backward.grad_input.dtype = backward.grad_residual.dtype = row;
+  check_backward(spec_of(backward, &variant), cols);
 }
 
 void check_rope(DType row, DType table, std::int64_t cols) {

@@ -114,13 +114,22 @@ def _call(
             _check_tensors(op, *tensors, activation)
             rows = input.movedim(1, -1)
             return _rows(norm, rows, weight, bias, eps, activation).movedim(-1, 1)
-    output: Tensor = _CHANNELS_FIRST((in_planes(input), weight, bias), (norm, eps, activation))
-    return output
+    planes = spread_out(in_planes(input))
+    output: Tensor = _CHANNELS_FIRST((planes, weight, bias), (norm, eps, activation))
+    return output if planes.dim() == input.dim() else output.view(input.shape)
 
 
 def in_planes(input: Tensor) -> Tensor:
     """The contiguous input; ``input`` itself if it is, or is of a layout that will be refused."""
     return input.contiguous() if is_strided(input) else input
+
+
+def spread_out(planes: Tensor) -> Tensor:
+    """A view ``[N, C, pixels]`` of contiguous images that are traced.
+
+    Inductor would keep images for backward as ``torch.channels_last``, in a copy of their own.
+    """
+    return planes.flatten(2) if is_dynamo_compiling() and planes.dim() > 3 else planes
 
 
 def _op(norm: Norm) -> str:

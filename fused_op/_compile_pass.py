@@ -21,6 +21,7 @@ from . import _compiled_rotations, _graph_effects
 from ._inductor import arguments_of, install, version_of
 
 _ADD = torch.ops.aten.add.Tensor
+_SQUEEZE = torch.ops.aten.squeeze.dim
 _FORWARD = torch.ops.fused_op.norm_forward.default
 _BACKWARD = torch.ops.fused_op.norm_backward.default
 
@@ -235,11 +236,12 @@ def _fuse_forward(
 
 def _addition_after(backward: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The gradient of the input, and the addition that alone uses it."""
-    gradients = [user for user in backward.users if user.args == (backward, 0)]
-    if len(gradients) != 1 or len(gradients[0].users) != 1:
-        return None
-    (addition,) = gradients[0].users
-    return (gradients[0], addition) if addition.target is _ADD else None
+    users = [user for user in backward.users if user.args == (backward, 0)]
+    gradient = backward
+    while len(users) == 1 and users[0].target is not _ADD:
+        gradient = users[0]
+        users = [*gradient.users] if gradient.target in (operator.getitem, _SQUEEZE) else []
+    return (gradient, users[0]) if len(users) == 1 and gradient is not backward else None
 
 
 def _why_not_backward(
@@ -270,6 +272,11 @@ def _fuse_backward(
     given = arguments_of(backward)
     # The kernel reads no residual: that there is one says that grad_sum has to be added.
     given["grad_sum"] = _other_operand(gradient, addition)
+    if gradient.target is _SQUEEZE:  # x has one more dimension, in front, and so has its gradient
+        with graph.inserting_before(backward):
+            grad_sum = graph.call_function(torch.ops.aten.unsqueeze.default, (given["grad_sum"], 0))
+        grad_sum.meta = {"val": given["grad_sum"].meta["val"].unsqueeze(0)}
+        given["grad_sum"] = grad_sum
     given["residual_dtype"] = given["input_dtype"]
     backward.args, backward.kwargs = tuple(given.values()), {}
     addition.replace_all_uses_with(gradient)

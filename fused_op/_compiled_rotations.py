@@ -34,6 +34,7 @@ _BACKWARD = torch.ops.fused_op.norm_backward.default
 _OF_OUR_FUNCTION: Any = (
     *(_FORWARD, _BACKWARD, torch.ops.fused_op.in_row_order.default, operator.getitem),
     *(torch._C._set_grad_enabled, torch._C._are_functorch_transforms_active),
+    *("unsqueeze", "squeeze"),  # what is saved, and back
 )
 
 _ADD: Any = (operator.add, torch.add, "add")
@@ -221,7 +222,8 @@ def _results(graph: fx.Graph) -> list[Any]:
     results: Any = graph.output_node().args[0]
     while results and isinstance(results[0], tuple):
         results = results[0]
-    return [result.args if isinstance(result, fx.Node) else result for result in results]
+    computed = [r.args[0] if _is_call(r, ("squeeze",)) else r for r in results]
+    return [result.args if isinstance(result, fx.Node) else result for result in computed]
 
 
 # --- Whether it may be fused --------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ._arguments import as_float, check_eps, check_parameter, check_rows, check_tensor
-from ._channels_first import check_activation, in_planes
+from ._channels_first import check_activation, in_planes, spread_out
 from ._group_norm_formula import group_norm, like_layout
 from ._options import PixelActivation, compute_dtype
 from ._sizes import differ
@@ -81,8 +81,10 @@ def fused_group_norm(
     check_num_groups(_NAME, num_groups)
     check_activation(_NAME, activation)
     planes = in_planes(input)
-    options = num_groups, eps, activation
-    output: Tensor = _GROUP_NORM((planes, weight, bias, scale, shift), options)
+    given = spread_out(planes), weight, bias, scale, shift
+    output: Tensor = _GROUP_NORM(given, (num_groups, eps, activation))
+    if output.dim() != input.dim():
+        output = output.view(input.shape)
     return output if planes is input else like_layout(output, input)
 
 

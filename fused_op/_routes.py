@@ -195,9 +195,12 @@ def run_backward(
     The node in C++ calls it, too, when it does not run the kernel itself: ``csrc/autograd.cpp``.
     """
     # The kernel, the dispatcher's op and the formula have the same arguments.
-    grad_output, grad_sum, *_, stats, _ = tensors
+    grad_output, grad_sum, x, *_, stats, _ = tensors
     if is_compiled(grad_output):
-        tensors = in_row_order(grad_output), in_row_order(grad_sum), *tensors[2:]
+        grad_output, grad_sum = in_row_order(grad_output), in_row_order(grad_sum)
+        if x.dim() > grad_output.dim():
+            return _run_like_image(grad_output, grad_sum, tensors, options, wanted, parameters)
+        tensors = grad_output, grad_sum, *tensors[2:]
     formula: Any = normalize_backward
     backward: Any = fused_op_cuda.norm_backward
     if stats is None or open_blocks:  # no kernel in forward, or none now
@@ -223,6 +226,22 @@ def run_backward(
         warn_of_missing_kernel(error)
         gradients = formula(tensors, options, wanted)
     return gradients
+
+
+def _run_like_image(
+    grad_output: Tensor,
+    grad_sum: Tensor | None,
+    tensors: BackwardTensors,
+    options: BackwardOptions,
+    wanted: Wanted,
+    parameters: Parameters | None,
+) -> Gradients:
+    """``run_backward`` for x with the dimension in front that ``unlike_image`` gave it."""
+    grads = grad_output.unsqueeze(0), None if grad_sum is None else grad_sum.unsqueeze(0)
+    gradients = run_backward((*grads, *tensors[2:]), options, wanted, parameters)
+    dx, dresidual, dweight, dbias = gradients
+    dx = None if dx is None else dx.squeeze(0)
+    return dx, None if dresidual is None else dresidual.squeeze(0), dweight, dbias
 
 
 def _dispatch(function: Any, tensors: Tensors, options: Options) -> Any:

@@ -1,8 +1,10 @@
-"""Gradients of compiled graphs, asked for in the order in which a kernel reads rows.
+"""Tensors of compiled graphs, in the order in which a kernel reads rows.
 
 Attention hands its gradients over head by head, and the norm of the queries wants them token by
 token. An op would copy them itself, which no compiler sees. The copy of a graph costs nothing:
 Inductor lets what computes the gradient write it there.
+
+What is saved for backward, Inductor writes in an order of its own if it takes it for an image.
 """
 
 from __future__ import annotations
@@ -42,3 +44,14 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
     "in_row_order(Tensor(a) self) -> Tensor(a)", tags=(torch.Tag.pt2_compliant_tag,)
 )
 _LIBRARY.impl("in_row_order", _in_row_order, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+def unlike_image(x: Any) -> Any:
+    """A view to save of a contiguous tensor of four dimensions that is traced, with one in front.
+
+    In a model with convolutions, Inductor keeps any tensor of four dimensions for backward as
+    ``torch.channels_last``, in a copy of its own if the op in forward reads another order.
+    """
+    if is_dynamo_compiling() and type(x) is Tensor and x.dim() == 4 and x.is_contiguous():
+        return x.unsqueeze(0)
+    return x

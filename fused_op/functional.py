@@ -25,6 +25,7 @@ from ._options import (
     backward_options,
 )
 from ._routes import overridable, run, run_backward, run_forward
+from ._row_order import unlike_image
 
 
 @overridable
@@ -348,7 +349,7 @@ def _forward(ctx: Any, tensors: Tensors, options: Options, save_stats: bool) -> 
     output, sum, stats = run_forward(tensors, options, save_stats)
     x_is_output = options.memory_efficient and stats is not None
     x = output if x_is_output else input if residual is None else sum
-    ctx.save_for_backward(x, weight, bias if x_is_output else None, stats, rng_state)
+    ctx.save_for_backward(unlike_image(x), weight, bias if x_is_output else None, stats, rng_state)
     ctx.options = backward_options(tensors, options, x_is_output)
     if options.main_grad:
         # Parameters themselves: hooks and checkpointing return saved tensors without attributes.
@@ -366,7 +367,7 @@ def _backward(
     if grad_output is None:
         if options.shares_gradient():
             return grad_sum if wanted[0] else None, grad_sum if wanted[1] else None, None, None
-        grad_output = torch.zeros_like(x, dtype=options.output_dtype)
+        grad_output = torch.zeros_like(grad_sum, dtype=options.output_dtype)  # type: ignore[arg-type]
     tensors = grad_output, grad_sum, x, weight, bias, stats, rng_state
     parameters = ctx.parameters if options.main_grad else None
     grad_x, grad_residual, grad_weight, grad_bias = run_backward(

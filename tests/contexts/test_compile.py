@@ -283,3 +283,62 @@ def test_format_of_images_under_rms_norm():
     results = fused_op.fused_rms_norm(x), compiled(x)
     assert_same(results[0], results[1], rtol=0, atol=0)
     assert results[0].stride() == results[1].stride() == x.stride()
+
+
+class NextToConvolution(torch.nn.Module):
+    """As in ConvNeXt: the norm's input is the permuted result of a convolution."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.linear = norm, torch.nn.Linear(8, 8)
+        self.first, self.last = (torch.nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+
+    def forward(self, x):
+        rows = self.first(x).permute(0, 2, 3, 1)
+        return self.last(self.linear(self.norm(rows)).permute(0, 3, 1, 2) + x)
+
+
+class OfImages(torch.nn.Module):
+    """A norm of contiguous planes between convolutions."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+        self.first, self.last = (torch.nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("block", "memory_format"),
+    [
+        (NextToConvolution(fused_op.FusedLayerNorm(8)), torch.channels_last),
+        (NextToConvolution(fused_op.FusedLayerNorm(8)), torch.contiguous_format),
+        (NextToConvolution(fused_op.FusedRMSNorm(8)), torch.channels_last),
+        (OfImages(fused_op.FusedChannelsFirstLayerNorm(8)), torch.contiguous_format),
+        (OfImages(fused_op.FusedGroupNorm(2, 8)), torch.contiguous_format),
+    ],
+)
+def test_images_that_are_saved(block, memory_format):
+    """Catches a tensor of four dimensions for backward, which Inductor may lay out as an image."""
+    found = []
+
+    def keep(graph, example):
+        for node in graph.graph.nodes:
+            if "fused_op" in str(node.target) and "_backward" in str(node.target):
+                found.extend(a for a in node.args if getattr(a, "op", "") == "placeholder")
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    x = torch.randn(2, 8, 5, 4).contiguous(memory_format=memory_format).requires_grad_()
+    block.to(memory_format=memory_format)
+    compiled = torch.compile(block, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    leaves = [x, *block.parameters()]
+    results = [call(x) for call in (block, compiled)]
+    gradients = [torch.autograd.grad(result.cos().sum(), leaves) for result in results]
+    assert_same(results[0], results[1], rtol=0, atol=0)
+    for eager, traced in zip(*gradients, strict=True):
+        assert_same(eager, traced)
+    assert found
+    assert all(node.meta["val"].dim() != 4 for node in found)

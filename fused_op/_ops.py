@@ -8,7 +8,6 @@ elements.
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any
 
 import torch
@@ -161,14 +160,17 @@ def _dropout_states(
 
 
 def register_rules() -> None:
-    """Give the ops their rules for DTensor, as soon as there can be one: importing it is slow."""
-    if "torch.distributed.tensor" in sys.modules:
+    """Give the ops their rules for DTensor, as soon as there can be one: importing it is slow.
+
+    Not by ``sys.modules``: torch.compile would look at each of thousands of modules.
+    """
+    if hasattr(torch.distributed, "tensor"):
         from . import _dtensor as _dtensor
 
 
 def register_per_sample_rules() -> None:
     """As ``register_rules``, for the ExpandedWeights of per-sample gradients."""
-    if "torch.nn.utils._expanded_weights" in sys.modules:
+    if hasattr(torch.nn.utils, "_expanded_weights"):
         from . import _per_sample as _per_sample
 
 

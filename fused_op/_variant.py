@@ -15,7 +15,6 @@ arguments, and passes the call to the variant's :class:`Variant`, which picks it
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from fused_op_cuda import KernelError
 
 from ._contexts import is_differentiated, is_recording, is_transformed
 from ._disabled import open_blocks
+from ._ops import register_rules
 from ._routes import warn_of_missing_kernel
 from ._row_order import in_row_order, is_compiled
 from ._sizes import differ
@@ -138,7 +138,7 @@ class Variant:
             return self.formula(*tensors, *options)
         if not all(t is None or is_strided(t) for t in tensors):
             self.check(*tensors, *options)  # the dispatcher has no readable error for these
-        _register_rules()
+        register_rules()
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             tensors = _distinct(tensors) if is_dynamo_compiling() else tensors
             return self.function.apply(options, *tensors)
@@ -255,11 +255,6 @@ def is_strided(tensor: Any) -> bool:
     if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.is_quantized:
         return False
     return tensor.layout is torch.strided
-
-
-def _register_rules() -> None:
-    if not is_dynamo_compiling() and "torch.distributed.tensor" in sys.modules:
-        from . import _dtensor as _dtensor
 
 
 def _one_or_all(outputs: tuple[Tensor, ...]) -> Outputs:

@@ -9,10 +9,14 @@ In the root, as pytest reads the options of a conftest.py only where its run beg
 Each process of pytest-xdist gets its share of the cores. With as many threads as cores in every
 process, the threads wait for one another at each barrier. A test that is about threads sets their
 number by itself (`threads` in tests/conftest.py).
+
+Python's garbage collector passes over what was there before a file of tests. Thousands of tests and
+the packages that they import are millions of objects, which take seconds at each full collection.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -49,6 +53,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not terminalreporter.config.option.all_tests:
         terminalreporter.write_line(QUICK)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def quick_selection(items: Iterable[pytest.Item]) -> Iterable[pytest.Item]:

@@ -5,10 +5,7 @@ one that is launched, numbers that the compiler did not say, and a kernel that w
 beforehand in vain.
 """
 
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +18,7 @@ import fused_op_cuda
 from fused_op import _kernel_plan as kernel_plan
 from fused_op.__main__ import main
 from fused_op._machine_code import facts_of
+from tests.children import ROOT, run_children
 from tests.kernels.toy_kernel import HEADERS, KERNEL, needs_nvrtc
 
 HAS_CORE_TABLE = bool(fused_op.build_info()["cuda_archs"])
@@ -48,18 +46,11 @@ def run(command: str, capsys, status: int = 0) -> str:
     return capsys.readouterr().out
 
 
-def in_process(*commands: str, first: Path | None = None, **environment: str) -> str:
+def in_process(*commands: str, first: Path = ROOT, **environment: str) -> str:
     """The output of commands, with what is imported from a folder first."""
-    code = f"import sys, torch; sys.path.insert(0, {str(first)!r})\n" if first else "import sys\n"
-    code += "from fused_op.__main__ import main\n"
-    code += f"sys.exit(any([main(command.split()) for command in {commands}]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        cwd=Path(__file__).parents[2],
-    )
+    code = "from fused_op.__main__ import main\n"
+    code += f"assert not any([main(command.split()) for command in {commands}])"
+    (done,) = run_children(code, [environment], first)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

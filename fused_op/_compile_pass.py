@@ -21,6 +21,7 @@ from . import _compiled_rotations, _graph_effects
 from ._inductor import arguments_of, install, version_of
 
 _ADD = torch.ops.aten.add.Tensor
+_CLONE = torch.ops.aten.clone.default
 _SQUEEZE = torch.ops.aten.squeeze.dim
 _FORWARD = torch.ops.fused_op.norm_forward.default
 _BACKWARD = torch.ops.fused_op.norm_backward.default
@@ -182,6 +183,8 @@ def _addition_before(norm: fx.Node) -> fx.Node | None:
     """The addition whose result a norm without a residual normalises."""
     given = arguments_of(norm)
     addition = given["input"]
+    if isinstance(addition, fx.Node) and addition.target is _CLONE:  # in the order of rows
+        addition = addition.args[0]
     is_add = isinstance(addition, fx.Node) and addition.target is _ADD
     return addition if is_add and given["residual"] is None else None
 

@@ -100,6 +100,17 @@ def test_llama_like_model(norm, dtype, device: str) -> None:
 
 
 @pytest.mark.slow
+def test_rows_of_images(device: str) -> None:
+    """Catches an addition of gradients that stays because what is saved has a fifth dimension."""
+    model = model_of(blocks=1).to(device)
+    x = torch.randn(2, 3, 5, 16, device=device, requires_grad=True)
+    with inductor(generates_code=False):
+        without, found, report = both(model, x, parameters=model.parameters())
+    assert report == (2, 2, 0, {})
+    torch.testing.assert_close(found, without, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
 def test_autocast(device: str) -> None:
     """Catches a float32 residual stream that loses bits beside branches of 16 bits."""
     model = model_of().to(device)

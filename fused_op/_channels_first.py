@@ -114,9 +114,12 @@ def _call(
             _check_tensors(op, *tensors, activation)
             rows = input.movedim(1, -1)
             return _rows(norm, rows, weight, bias, eps, activation).movedim(-1, 1)
-    planes = spread_out(in_planes(input))
-    output: Tensor = _CHANNELS_FIRST((planes, weight, bias), (norm, eps, activation))
-    return output if planes.dim() == input.dim() else output.view(input.shape)
+    planes = in_planes(input)
+    given = spread_out(planes)
+    if given is not planes:
+        _check_tensors(op, *tensors, activation)
+    output: Tensor = _CHANNELS_FIRST((given, weight, bias), (norm, eps, activation))
+    return output if given is planes else output.view(input.shape)
 
 
 def in_planes(input: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -239,12 +240,19 @@ def _fuse_forward(
 
 def _addition_after(backward: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The gradient of the input, and the addition that alone uses it."""
-    users = [user for user in backward.users if user.args == (backward, 0)]
-    gradient = backward
-    while len(users) == 1 and users[0].target is not _ADD:
-        gradient = users[0]
-        users = [*gradient.users] if gradient.target in (operator.getitem, _SQUEEZE) else []
-    return (gradient, users[0]) if len(users) == 1 and gradient is not backward else None
+    gradient = _only(user for user in backward.users if user.args == (backward, 0))
+    if gradient is None:
+        return None
+    user = _only(gradient.users)
+    if user is not None and user.target is _SQUEEZE and user.args == (gradient, 0):
+        gradient, user = user, _only(user.users)  # of unlike_image(x)
+    return (gradient, user) if user is not None and user.target is _ADD else None
+
+
+def _only(nodes: Iterable[fx.Node]) -> fx.Node | None:
+    """The node, if there is one alone."""
+    found = [*nodes]
+    return found[0] if len(found) == 1 else None
 
 
 def _why_not_backward(

@@ -81,9 +81,13 @@ def fused_group_norm(
     check_num_groups(_NAME, num_groups)
     check_activation(_NAME, activation)
     planes = in_planes(input)
-    given = spread_out(planes), weight, bias, scale, shift
-    output: Tensor = _GROUP_NORM(given, (num_groups, eps, activation))
-    if output.dim() != input.dim():
+    options = num_groups, eps, activation
+    given, entries = spread_out(planes), [scale, shift]
+    if given is not planes:
+        _check(*tensors, *options)
+        entries = [e.flatten(2) if e is not None and e.dim() > 2 else e for e in entries]
+    output: Tensor = _GROUP_NORM((given, weight, bias, *entries), options)
+    if given is not planes:
         output = output.view(input.shape)
     return output if planes is input else like_layout(output, input)
 

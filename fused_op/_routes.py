@@ -63,8 +63,6 @@ from ._recorded import record
 from ._row_order import in_row_order, is_compiled
 from ._sizes import holds
 
-_IMAGES = {4: torch.channels_last, 5: torch.channels_last_3d}
-
 # The names of a public function's arguments, by position and by keyword.
 _OVERRIDABLE: dict[str, tuple[list[str], list[str]]] = {}
 
@@ -140,10 +138,8 @@ def _with_dense_rows(tensor: Tensor, options: Options) -> Tensor:
     """
     if tensor.dim() == 0 or not holds(tensor.stride(-1) != 1):
         return tensor
-    if options.norm == "rms_norm" and tensor.dim() in _IMAGES:
-        # As in PyTorch, the output keeps this format; the op has to see it.
-        if tensor.is_contiguous(memory_format=_IMAGES[tensor.dim()]):
-            return tensor
+    if options.norm == "rms_norm" and tensor.dim() in (4, 5) and holds(tensor.stride(1) == 1):
+        return tensor  # torch.channels_last: as in PyTorch, the output keeps what the op has to see
     return tensor.contiguous()
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from ._sizes import holds
+from ._sizes import holds, lies_in_order
 
 
 def is_compiled(tensor: Tensor | None) -> bool:
@@ -52,6 +52,6 @@ def unlike_image(x: Any) -> Any:
     In a model with convolutions, Inductor keeps any tensor of four dimensions for backward as
     ``torch.channels_last``, in a copy of its own if the op in forward reads another order.
     """
-    if is_dynamo_compiling() and type(x) is Tensor and x.dim() == 4 and x.is_contiguous():
+    if is_dynamo_compiling() and type(x) is Tensor and x.dim() == 4 and lies_in_order(x):
         return x.unsqueeze(0)
     return x

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 
@@ -21,6 +22,16 @@ def holds(comparison: Any) -> bool:
         guard = getattr(symbolic_shapes, "guard_or_false", bool)  # PyTorch 2.7 has none
         return guard(comparison)
     return bool(comparison)
+
+
+def lies_in_order(tensor: Tensor) -> bool:
+    """Whether a tensor is known to be contiguous. A dimension of size one may hide it."""
+    expected: Any = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not holds(stride == expected):
+            return False
+        expected = expected * size
+    return True
 
 
 def differ(shape: Sequence[Any], other: Sequence[Any]) -> bool:

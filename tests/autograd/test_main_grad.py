@@ -151,6 +151,26 @@ def test_compiled_code_does_not_forget_it(device):
     torch.testing.assert_close(*results)
 
 
+class Stop(torch.autograd.Function):
+    """Whatever comes before it gets no gradient, but is called."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_no_gradient_at_all(device):
+    module = made(FusedAddLayerNorm, 8, F32, device)
+    x = torch.randn(3, 8, device=device, dtype=BF16, requires_grad=True)
+    y, total = module(x, torch.randn(3, 8, device=device, requires_grad=True))
+    (Stop.apply(y).sum() + Stop.apply(total).sum()).backward()
+    assert (module.weight.main_grad == 0.5).all() and (x.grad is None or not x.grad.any())
+
+
 def test_errors(device):
     module = FusedLayerNorm(64, device=device, fuse_wgrad_accumulation=True)
     with pytest.raises(RuntimeError, match="a parameter needs the attribute main_grad"):

@@ -110,6 +110,19 @@ def test_rows_of_images(device: str) -> None:
     torch.testing.assert_close(found, without, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((4, 16), 1), ((4, 16), 0), ((4, 6, 16), 0)])
+def test_dimensions_of_the_model(shape, dim, device: str) -> None:
+    """Catches a dimension that the model put around a norm, taken for the one of what is saved."""
+    weight = torch.linspace(0.5, 1.5, 16, device=device, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        return x + (fused_rms_norm(x.unsqueeze(dim), weight) * 2).squeeze(dim)
+
+    x = torch.randn(shape, device=device, requires_grad=True)
+    without, found, _ = both(function, x, parameters=[weight], dynamic=False)
+    torch.testing.assert_close(found, without, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_autocast(device: str) -> None:
     """Catches a float32 residual stream that loses bits beside branches of 16 bits."""

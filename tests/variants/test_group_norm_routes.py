@@ -73,6 +73,21 @@ def test_compile_without_graph_break(activation, dynamic, device):
     assert found.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_compiled_entries_with_ones(device):
+    """Catches entries that are compared with what the op is given, and not with the input."""
+    torch._dynamo.reset()
+    call = torch.compile(fused_op.fused_group_norm, backend="aot_eager", fullgraph=True)
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(2, 4, 5, 3, device=device).contiguous(memory_format=memory_format)
+        x, scale = x.requires_grad_(), torch.randn(2, 4, 1, 1, device=device, requires_grad=True)
+        results = [f(x, 2, scale=scale) for f in (fused_op.fused_group_norm, call)]
+        assert_same(*results, rtol=0, atol=0)
+        grads = [torch.autograd.grad(loss(result), (x, scale)) for result in results]
+        assert_same(*grads, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match=r"scale must have shape|ExceptionVar"):  # torch 2.7
+        call(x, 2, scale=scale.detach().flatten(2))
+
+
 def test_opcheck(activation, pair, device):
     """The ops with the arguments that the function gives them."""
     for shape in (SMALL, (2, 6, 0, 3)):

@@ -66,6 +66,15 @@ def image_of_samples(input, scale, shift, weight, bias):
     return image(input, weight, bias, scale=scale, shift=shift, activation="silu")
 
 
+def turned(function, x, *parameters):
+    """Rows in another order of memory."""
+    return function(x.transpose(0, 2), *parameters)
+
+
+def kept_format(x):
+    return fused_op.fused_rms_norm(x.movedim(1, -1).contiguous().movedim(-1, 1), None)
+
+
 MODULATED = fused_op.fused_modulated_layer_norm
 GATED = fused_op.fused_gated_add_rms_norm
 ROWS, SAMPLES = (N, C), (N, 3, C)
@@ -74,6 +83,8 @@ OF_SCALE = "the shape of scale must be the first dimensions of input"
 CALLS = {
     "layer_norm": Call(fused_op.fused_layer_norm, [ROWS], [(C,)]),
     "add_layer_norm": Call(fused_op.fused_add_layer_norm, [ROWS] * 2, [(C,)], sentence=OF_RESIDUAL),
+    "turned": Call(partial(turned, fused_op.fused_layer_norm), [(N, 3, 5, C)], [(C,)]),
+    "kept_format": Call(kept_format, [(N, 3, 5, C)]),
     "modulated_of_rows": Call(MODULATED, [ROWS] * 3, [(C,)], sentence=OF_SCALE),
     "modulated_of_all": Call(MODULATED, [ROWS], [(C,), (C,), (C,)]),
     "modulated_of_one": Call(MODULATED, [SAMPLES], [(1, 1, C), (1, 1, C), (C,)]),

@@ -84,7 +84,7 @@ def fused_group_norm(
     options = num_groups, eps, activation
     given, entries = spread_out(planes), [scale, shift]
     if given is not planes:
-        _check(*tensors, *options)
+        _check_tensors(*tensors, num_groups)
         entries = [e.flatten(2) if e is not None and e.dim() > 2 else e for e in entries]
     output: Tensor = _GROUP_NORM((given, weight, bias, *entries), options)
     if given is not planes:
@@ -200,6 +200,17 @@ def _check(
 ) -> None:
     check_eps(_NAME, eps)
     check_activation(_NAME, activation)
+    _check_tensors(input, weight, bias, scale, shift, num_groups)
+
+
+def _check_tensors(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    num_groups: int,
+) -> None:
     if input.dim() < 2:
         raise RuntimeError(
             f"{_NAME}: input must have at least two dimensions, [N, C, *spatial], got shape "

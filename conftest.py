@@ -56,15 +56,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()
+    pass_over_what_is_there()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if nextitem is not None and nextitem.path != item.path:
-        gc.collect()
-        gc.freeze()
+        pass_over_what_is_there()
+
+
+def pass_over_what_is_there() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 def quick_selection(items: Iterable[pytest.Item]) -> Iterable[pytest.Item]:

@@ -195,7 +195,7 @@ def run_backward(
     if is_compiled(grad_output):
         grad_output, grad_sum = in_row_order(grad_output), in_row_order(grad_sum)
         if x.dim() > grad_output.dim():
-            return _run_like_image(grad_output, grad_sum, tensors, options, wanted, parameters)
+            return _run_unlike_image(grad_output, grad_sum, tensors, options, wanted, parameters)
         tensors = grad_output, grad_sum, *tensors[2:]
     formula: Any = normalize_backward
     backward: Any = fused_op_cuda.norm_backward
@@ -224,7 +224,7 @@ def run_backward(
     return gradients
 
 
-def _run_like_image(
+def _run_unlike_image(
     grad_output: Tensor,
     grad_sum: Tensor | None,
     tensors: BackwardTensors,

@@ -367,7 +367,7 @@ def _backward(
     if grad_output is None:
         if options.shares_gradient():
             return grad_sum if wanted[0] else None, grad_sum if wanted[1] else None, None, None
-        like = x if grad_sum is None else grad_sum
+        like = x if grad_sum is None else grad_sum  # traced, x may be unlike_image(x)
         grad_output = torch.zeros_like(like, dtype=options.output_dtype)
     tensors = grad_output, grad_sum, x, weight, bias, stats, rng_state
     parameters = ctx.parameters if options.main_grad else None

@@ -76,6 +76,12 @@ FUSED_OP_HD Activation<A> activation(A z) {
   return activation<kSigmoid>(z, negative ? smaller : larger, negative ? larger : smaller);
 }
 
+// silu(z), and its derivative, for results of type E.
+template <typename E, typename A>
+FUSED_OP_HD Activation<A> silu(A z) {
+  return activation<false, sizeof(E) == 2>(z);
+}
+
 // Affine for a row that is one of several groups.
 template <typename W, typename Y, bool kGroups>
 struct GroupAffine : Affine<W, Y> {
@@ -193,7 +199,8 @@ struct GatedAffine : GroupAffine<W, T, kGroups> {
   };
 };
 
-// The row is x · φ(z), in accumulators. With kRounds, x̂ is rounded before the weight.
+// The row is x · φ(z), in accumulators. With kRounds, the epilogue rounds x̂ as another
+// implementation does, and φ is exact for its sake.
 template <typename X, typename Z, bool kSigmoid, bool kRounds, bool kSplit>
 struct GatedInput {
   using Row = Accumulator<X>;

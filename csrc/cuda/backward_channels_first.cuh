@@ -94,8 +94,7 @@ struct ChannelsFirstBackward {
     for (int j = 0; j < N; ++j) {
       xhat[j] = Norm::normalized(xhat[j], normalizers[j]);
       if constexpr (Op::kSilu) {
-        const A n = multiply_add(xhat[j], weight, bias);
-        dn[j] *= activation<false, sizeof(E) == 2>(n).slope;
+        dn[j] *= silu<E>(multiply_add(xhat[j], weight, bias)).slope;
       }
     }
   }

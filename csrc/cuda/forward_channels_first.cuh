@@ -111,7 +111,7 @@ struct ChannelsFirstForward {
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         const A n = multiply_add(Norm::normalized(values[j], normalizers[j]), weight, bias);
-        values[j] = Op::kSilu ? activation<false, sizeof(E) == 2>(n).value : n;
+        values[j] = Op::kSilu ? silu<E>(n).value : n;
       }
       if (place.live) {
         store_bytes<sizeof(E) * N>(static_cast<E*>(args.output.data) + target.element(i),

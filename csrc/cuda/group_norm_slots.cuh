@@ -272,12 +272,6 @@ struct GroupMaps {
   }
 };
 
-// silu(z), and its derivative. Kernels with a silu are bound by the number of their instructions.
-template <typename E, typename A>
-__device__ __forceinline__ Activation<A> silu(A z) {
-  return activation<false, sizeof(E) == 2>(z);
-}
-
 // Which group a CTA works on, and which of its slots.
 struct GroupPlace {
   int group;  // counted over all samples

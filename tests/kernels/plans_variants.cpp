@@ -1,4 +1,5 @@
-// The plans of variants of the norms: of forward, and of gated norms in backward. Run by plans.cpp.
+// The plans of variants of the norms: of forward, and of those backwards that may have a tail. Run
+// by plans.cpp.
 #include <algorithm>
 #include <cstdint>
 
@@ -56,6 +57,18 @@ void check_modulated(DType row, DType entry, bool gated, bool weight, std::int64
   if (rule != nullptr) report(rule, kernel_name(shared_spec, plan), kRows, cols, {});
 }
 
+void check_modulated_backward(DType row, DType entry, bool weight, std::int64_t cols) {
+  ModulatedBackwardArgs args;
+  args.kind = NormKind::kLayerNorm;
+  args.dtype = args.param_dtype = args.grad_output.dtype = row;
+  args.grad_input.dtype = args.grad_residual.dtype = row;
+  args.x = rows_of(row, cols);
+  args.weight = weight ? args.x.data : nullptr;
+  args.modulation.scale = entries(args.x.data, entry, cols, 1, kRows);
+  const ModulatedVariant variant(args);
+  check_backward(spec_of(args, &variant), cols);
+}
+
 void check_gated(DType row, DType gate_dtype, bool first, std::int64_t cols) {
   GatedForwardArgs args;
   args.kind = NormKind::kRmsNorm;
@@ -98,6 +111,7 @@ void walk_variants() {
           check_modulated(row, beside, option, cols % 3 == 0, cols);
           check_gated(row, beside, option, cols);
         }
+        check_modulated_backward(row, beside, cols % 3 == 0, cols);
         if (cols <= 1024) check_rope(row, beside, cols);
       }
     }

@@ -9,16 +9,9 @@
 #include <limits>
 #include <tuple>
 
-namespace ptx {
+#include "numbers.h"
 
-using u16 = std::uint16_t;
-using s16 = std::int16_t;
-using u32 = std::uint32_t;
-using s32 = std::int32_t;
-using u64 = std::uint64_t;
-using s64 = std::int64_t;
-using f32 = float;
-using f64 = double;
+namespace ptx {
 
 struct Same {
   auto operator()(auto a) const { return a; }

@@ -33,13 +33,12 @@ struct GroupBackward {
   using E = typename Op::E;
   using Packs = Pack<E, Op::N>;
   static constexpr int N = Op::N;
-  static constexpr int kAtOnce = Op::kAtOnce > 1 ? Op::kAtOnce / 2 : 1;  // of x, and of dy
+  static constexpr int kAtOnce = Op::kAtOnce;
 
   const GroupNormBackwardArgs& args;
   const GroupNormSteps& steps;
   const GroupPlace& place;
-  KeptPacks<Op> x;
-  KeptPacks<Op> dy;
+  KeptPacks<Op, 2> input;  // x, and dy
   GroupMaps<A> maps;
   Normalizer<A> normalizer;
 
@@ -57,17 +56,6 @@ struct GroupBackward {
     }
   }
 
-  // Copies what is kept of this warp's slots.
-  __device__ __forceinline__ void fetch() const {
-#pragma unroll 1
-    for (int k = place.warp(); k < place.slots; k += place.warps()) {
-      const SlotLane<Op> mine = lane_of(k);
-      x.of_slot(k).start(mine);
-      dy.of_slot(k).start(mine);
-    }
-    end_copy_group();
-    await_copies<0>();
-  }
   __device__ __forceinline__ SlotLane<Op> lane_of(int k) const {
     return {GroupSlot(steps, place.first_slot + k), steps, args.pixels};
   }
@@ -82,25 +70,22 @@ struct GroupBackward {
     }
   }
 
-  // Calls use(x, dy, element) for the packs of a plane that this lane has.
-  template <typename Use>
-  __device__ __forceinline__ void packs_of_plane(int k, const SlotLane<Op>& mine, int own_steps,
-                                                 std::int64_t element, int before,
-                                                 Use&& use) const {
-    const KeptPacks<Op> x_of_slot = x.of_slot(k), dy_of_slot = dy.of_slot(k);
+  // Calls use(x, dy, element) for the packs of a plane that this lane has. kFirst: they are read
+  // for the first time.
+  template <bool kFirst, typename Use>
+  __device__ __forceinline__ static void packs_of_plane(const KeptPacks<Op, 2>& from,
+                                                        const SlotLane<Op>& mine,
+                                                        const PlanePart& part, Use&& use) {
 #pragma unroll 1
     for (int step = 0; step < mine.steps; step += kAtOnce) {
-      Packs x_packs[kAtOnce], dy_packs[kAtOnce];
-      const int left = mine.steps - step, own_left = own_steps - step;
-      x_of_slot.read(before + step, left, own_left, x.group + element, mine.next_pack, x_packs);
-      dy_of_slot.read(before + step, left, own_left, dy.group + element, mine.next_pack, dy_packs);
+      Packs packs[2][kAtOnce];
+      from.read(kFirst, mine, part, step, packs);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (i < own_left) {
-          use(x_packs[i], dy_packs[i], element + i * mine.next_pack);
+        if (step + i < part.steps) {
+          use(packs[0][i], packs[1][i], mine.element(part, step + i));
         }
       }
-      element += kAtOnce * mine.next_pack;
     }
   }
 
@@ -108,27 +93,27 @@ struct GroupBackward {
   __device__ __forceinline__ PullbackSums<A> add_slot(int k) const {
     const SlotLane<Op> mine = lane_of(k);
     A totals[2] = {};
-    mine.planes([&](int plane, int own_steps, std::int64_t element, int before) {
-      const bool has_plane = plane < mine.slot.first_plane + mine.slot.planes;
-      const ChannelMap<A> map = has_plane ? maps.at(plane) : ChannelMap<A>{};
+    mine.planes([&](const PlanePart& part) {
+      const bool has_plane = part.plane < mine.slot.first_plane + mine.slot.planes;
+      const ChannelMap<A> map = has_plane ? maps.at(part.plane) : ChannelMap<A>{};
       ChannelSums<A> of_plane{};
-      packs_of_plane(k, mine, own_steps, element, before,
-                     [&](const Packs& x_pack, const Packs& dy_pack, std::int64_t) {
-                       A xhat[N], dn[N];
-                       take(x_pack, dy_pack, map, xhat, dn);
-                       ChannelSums<A> of_pack{};
+      packs_of_plane<true>(input.of_slot(k), mine, part,
+                           [&](const Packs& x_pack, const Packs& dy_pack, std::int64_t) {
+                             A xhat[N], dn[N];
+                             take(x_pack, dy_pack, map, xhat, dn);
+                             ChannelSums<A> of_pack{};
 #pragma unroll
-                       for (int j = 0; j < N; ++j) {
-                         of_pack.dn += dn[j];
-                         of_pack.dn_xhat = multiply_add(dn[j], xhat[j], of_pack.dn_xhat);
-                       }
-                       of_plane.dn += of_pack.dn;
-                       of_plane.dn_xhat += of_pack.dn_xhat;
-                     });
+                             for (int j = 0; j < N; ++j) {
+                               of_pack.dn += dn[j];
+                               of_pack.dn_xhat = multiply_add(dn[j], xhat[j], of_pack.dn_xhat);
+                             }
+                             of_plane.dn += of_pack.dn;
+                             of_plane.dn_xhat += of_pack.dn_xhat;
+                           });
       totals[0] = multiply_add(map.factor, of_plane.dn_xhat, totals[0]);
       totals[1] = multiply_add(map.factor, of_plane.dn, totals[1]);
       if (args.wants_sums()) {
-        leave(plane, has_plane, mine.slot.turn, of_plane);
+        leave(part.plane, has_plane, mine.slot.turn, of_plane);
       }
     });
     lane_sums<kWarpSize>(totals);
@@ -138,18 +123,18 @@ struct GroupBackward {
   __device__ __forceinline__ void write_slot(int k, const Pullback<LayerNorm, A>& pullback) const {
     const SlotLane<Op> mine = lane_of(k);
     E* const grad_input = static_cast<E*>(args.grad_input) + place.first;
-    mine.planes([&](int plane, int own_steps, std::int64_t element, int before) {
-      const ChannelMap<A> map = own_steps > 0 ? maps.at(plane) : ChannelMap<A>{};
-      packs_of_plane(k, mine, own_steps, element, before,
-                     [&](const Packs& x_pack, const Packs& dy_pack, std::int64_t at) {
-                       A xhat[N], dn[N];
-                       take(x_pack, dy_pack, map, xhat, dn);
+    mine.planes([&](const PlanePart& part) {
+      const ChannelMap<A> map = part.steps > 0 ? maps.at(part.plane) : ChannelMap<A>{};
+      packs_of_plane<false>(input.of_slot(k), mine, part,
+                            [&](const Packs& x_pack, const Packs& dy_pack, std::int64_t at) {
+                              A xhat[N], dn[N];
+                              take(x_pack, dy_pack, map, xhat, dn);
 #pragma unroll
-                       for (int j = 0; j < N; ++j) {
-                         dn[j] = pullback(dn[j] * map.factor, xhat[j]);
-                       }
-                       store_bytes<sizeof(E) * N>(grad_input + at, rounded<E>(dn).words);
-                     });
+                              for (int j = 0; j < N; ++j) {
+                                dn[j] = pullback(dn[j] * map.factor, xhat[j]);
+                              }
+                              store_bytes<sizeof(E) * N>(grad_input + at, rounded<E>(dn).words);
+                            });
     });
   }
 };
@@ -158,6 +143,7 @@ struct GroupBackward {
 template <typename A>
 __device__ __forceinline__ PullbackSums<A> sums_of_slots(const PullbackSums<A>* slots, int count) {
   A sums[2] = {};
+#pragma unroll 1
   for (int slot = static_cast<int>(threadIdx.x) % kWarpSize; slot < count; slot += kWarpSize) {
     sums[0] += slots[slot].wdy_xhat;
     sums[1] += slots[slot].wdy;
@@ -168,7 +154,7 @@ __device__ __forceinline__ PullbackSums<A> sums_of_slots(const PullbackSums<A>* 
 
 // grid: steps.cluster CTAs a group; block: whole warps.
 template <typename Op>
-__global__ void __launch_bounds__(Op::kThreads, kGroupCtasPerSm)
+__global__ void __launch_bounds__(kGroupBackwardWarps* kWarpSize, kGroupCtasPerSm)
     group_norm_backward_kernel(const __grid_constant__ GroupNormBackwardArgs args,
                                const __grid_constant__ GroupNormSteps steps) {
   using A = typename Op::A;
@@ -183,18 +169,17 @@ __global__ void __launch_bounds__(Op::kThreads, kGroupCtasPerSm)
   const A* const stats = static_cast<const A*>(args.stats);
   auto* const maps = reinterpret_cast<ChannelMap<A>*>(dynamic);
   auto* const kept = reinterpret_cast<Pack<E, Op::N>*>(maps + (steps.mapped + 1) / 2 * 2);
-  auto* const packs = kept + SlotLane<Op>::lane();
   const GroupBackward<Op> backward{
       args,
       steps,
       place,
-      {static_cast<const E*>(args.input) + place.first, packs, steps.kept},
-      {static_cast<const E*>(args.grad_output) + place.first,
-       packs + static_cast<std::int64_t>(steps.slots_of_cta) * steps.kept * kWarpSize, steps.kept},
+      {{static_cast<const E*>(args.input) + place.first,
+        static_cast<const E*>(args.grad_output) + place.first},
+       kept + SlotLane<Op>::lane(),
+       steps.kept},
       {args.channel, maps, steps.mapped, place.sample, place.channel},
       LayerNorm::saved(stats, place.group, args.samples * args.groups).normalizer()};
   backward.maps.fill();
-  backward.fetch();
   exchange.ready();
   __syncthreads();
 #pragma unroll 1

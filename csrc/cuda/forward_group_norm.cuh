@@ -19,10 +19,10 @@ struct GroupForward {
   const GroupNormForwardArgs& args;
   const GroupNormSteps& steps;
   const GroupPlace& place;
-  KeptPacks<Op> input;
+  KeptPacks<Op, 1> input;
   GroupMaps<A> maps;
 
-  __device__ __forceinline__ static void add_pack(const Packs& pack, bool valid, A scale, A pivot,
+  __device__ __forceinline__ static void add_pack(const Packs& pack, A scale, A pivot,
                                                   A (&sums)[2]) {
     A values[N];
     A terms[2] = {};
@@ -33,49 +33,40 @@ struct GroupForward {
       terms[0] += deviation;
       terms[1] = multiply_add(deviation, deviation, terms[1]);
     }
-    sums[0] += valid ? terms[0] : A(0);
-    sums[1] += valid ? terms[1] : A(0);
+    sums[0] += terms[0];
+    sums[1] += terms[1];
   }
 
-  // Copies what is kept of this warp's slots.
-  __device__ __forceinline__ void fetch() const {
-#pragma unroll 1
-    for (int k = place.warp(); k < place.slots; k += place.warps()) {
-      input.of_slot(k).start(lane_of(k));
-    }
-    end_copy_group();
-    await_copies<0>();
-  }
   __device__ __forceinline__ SlotLane<Op> lane_of(int k) const {
     return {GroupSlot(steps, place.first_slot + k), steps, args.pixels};
   }
 
   // The moments of a slot's elements, times `scale`, valid in every lane of the warp. They are seen
   // as deviations from one of them, as in moments_of_part() of long_rows.cuh.
-  __device__ __forceinline__ WarpMoments<A> moments_of_slot(int k, A scale) const {
+  __device__ __forceinline__ WarpMoments<A> moments_of_slot(int k, A scale, bool first) const {
     const SlotLane<Op> mine = lane_of(k);
-    const KeptPacks<Op> from = input.of_slot(k);
+    const KeptPacks<Op, 1> from = input.of_slot(k);
     WarpMoments<A> made{mine.slot.template packs<A>(steps) * N, {}};
     A pivot = 0;
 #pragma unroll 1
     for (int attempt = 0; attempt < 2; ++attempt) {
       A sums[2] = {};
-      mine.planes([&](int, int own_steps, std::int64_t element, int before) {
+      mine.planes([&](const PlanePart& part) {
 #pragma unroll 1
         for (int step = 0; step < mine.steps; step += kAtOnce) {
-          Packs packs[kAtOnce];
-          from.read(before + step, mine.steps - step, own_steps - step, from.group + element,
-                    mine.next_pack, packs);
-          element += kAtOnce * mine.next_pack;
-          if (attempt == 0 && before + step == 0) {
-            A values[N];
-            to_values(packs[0], values);
+          Packs packs[1][kAtOnce];
+          from.read(first && attempt == 0, mine, part, step, packs);
+          if (attempt == 0 && part.before + step == 0) {
+            A values[N] = {};
+            if (part.steps > 0) {
+              to_values(packs[0][0], values);
+            }
             pivot = __shfl_sync(kAllLanes, values[0], 0) * scale;
           }
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i) {
-            if (step + i < mine.steps) {
-              add_pack(packs[i], step + i < own_steps, scale, pivot, sums);
+            if (step + i < part.steps) {
+              add_pack(packs[0][i], scale, pivot, sums);
             }
           }
         }
@@ -96,22 +87,20 @@ struct GroupForward {
 
   __device__ __forceinline__ void write_slot(int k, const Normalizer<A>& normalizer) const {
     const SlotLane<Op> mine = lane_of(k);
-    const KeptPacks<Op> from = input.of_slot(k);
+    const KeptPacks<Op, 1> from = input.of_slot(k);
     E* const output = static_cast<E*>(args.output) + place.first;
-    mine.planes([&](int plane, int own_steps, std::int64_t element, int before) {
-      const ChannelMap<A> map = own_steps > 0 ? maps.at(plane) : ChannelMap<A>{};
+    mine.planes([&](const PlanePart& part) {
+      const ChannelMap<A> map = part.steps > 0 ? maps.at(part.plane) : ChannelMap<A>{};
 #pragma unroll 1
       for (int step = 0; step < mine.steps; step += kAtOnce) {
-        Packs packs[kAtOnce];
-        from.read(before + step, mine.steps - step, own_steps - step, from.group + element,
-                  mine.next_pack, packs);
+        Packs packs[1][kAtOnce];
+        from.read(false, mine, part, step, packs);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          if (step + i < own_steps) {
-            write(packs[i], normalizer, map, output + element + i * mine.next_pack);
+          if (step + i < part.steps) {
+            write(packs[0][i], normalizer, map, output + mine.element(part, step + i));
           }
         }
-        element += kAtOnce * mine.next_pack;
       }
     });
   }
@@ -156,7 +145,7 @@ __device__ __forceinline__ GroupForward<Op> forward_of(const GroupNormForwardArg
       args,
       steps,
       place,
-      {static_cast<const E*>(args.input) + place.first, kept + SlotLane<Op>::lane(), steps.kept},
+      {{static_cast<const E*>(args.input) + place.first}, kept + SlotLane<Op>::lane(), steps.kept},
       {args.channel, maps, steps.mapped, place.sample, place.channel}};
 }
 
@@ -173,7 +162,7 @@ __device__ __noinline__ void finish_overflowed(const GroupNormForwardArgs& args,
     exchange.barrier();  // all have read the slots
 #pragma unroll 1
     for (int k = place.warp(); k < place.slots; k += place.warps()) {
-      exchange.put(place.first_slot + k, forward.moments_of_slot(k, scale));
+      exchange.put(place.first_slot + k, forward.moments_of_slot(k, scale, false));
     }
     exchange.barrier();
   };
@@ -191,7 +180,7 @@ __device__ __noinline__ void finish_overflowed(const GroupNormForwardArgs& args,
 
 // grid: steps.cluster CTAs a group; block: whole warps.
 template <typename Op>
-__global__ void __launch_bounds__(Op::kThreads, kGroupCtasPerSm)
+__global__ void __launch_bounds__(kGroupForwardWarps* kWarpSize, kGroupCtasPerSm)
     group_norm_forward_kernel(const __grid_constant__ GroupNormForwardArgs args,
                               const __grid_constant__ GroupNormSteps steps) {
   using A = typename Op::A;
@@ -202,11 +191,10 @@ __global__ void __launch_bounds__(Op::kThreads, kGroupCtasPerSm)
   const GroupForward<Op> forward = forward_of<Op>(args, steps, place);
   exchange.begin();
   await_kernels_before();
-  forward.fetch();
   exchange.ready();
 #pragma unroll 1
   for (int k = place.warp(); k < place.slots; k += place.warps()) {
-    exchange.put(place.first_slot + k, forward.moments_of_slot(k, A(1)));
+    exchange.put(place.first_slot + k, forward.moments_of_slot(k, A(1), true));
   }
   forward.maps.fill();
   exchange.await();

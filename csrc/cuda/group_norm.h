@@ -17,7 +17,7 @@ namespace fused_op::cuda {
 // of all sums. How many CTAs share the slots changes the speed, but no bit.
 struct GroupNormPlan {
   int pack;
-  int at_once;  // packs of a plane that a lane reads at once
+  int at_once;  // packs of a plane and tensor that a lane reads at once
   int warps;    // of a CTA
   std::int64_t shared_bytes;
 
@@ -27,7 +27,7 @@ struct GroupNormPlan {
     int channels;  // of a group
     int lanes;
     int slots;
-    int slots_of_plane;  // that share its pixels; with more than one, `lanes` are a warp
+    int slots_of_plane;  // that share its pixels, a power of two; if several, `lanes` are a warp
     int planes;          // of a slot; the last may have fewer
     int turns;           // in a plane, of `lanes` packs
     int last_turn;       // packs of the last one
@@ -40,9 +40,10 @@ struct GroupNormPlan {
 };
 using GroupNormSteps = GroupNormPlan::Steps;
 
-constexpr int kGroupWarps = 12;         // of a CTA, at most
+constexpr int kGroupForwardWarps = 16;  // of a CTA, at most
+constexpr int kGroupBackwardWarps = 12;
 constexpr int kGroupCtasPerSm = 2;      // with so many warps
-constexpr int kGroupSlots = 96;         // at most
+constexpr int kGroupSlots = 128;        // at most
 constexpr int kGroupSumsThreads = 128;  // of a CTA that adds up sums of channels
 
 }  // namespace fused_op::cuda

@@ -13,7 +13,7 @@
 namespace fused_op::cuda {
 
 // What a kernel is compiled for. E: the elements that it reads and writes. kAtOnce: packs of a
-// plane that a lane reads before it computes with the first of them.
+// plane that a lane reads of each tensor before it computes with the first of them.
 template <typename E_, int kPack, int kAtOnce_, bool kSilu_>
 struct GroupNormOp {
   using E = E_;
@@ -21,8 +21,9 @@ struct GroupNormOp {
   static constexpr int N = kPack;
   static constexpr int kAtOnce = kAtOnce_;
   static constexpr bool kSilu = kSilu_;
-  static constexpr int kThreads = kGroupWarps * kWarpSize;
 };
+
+__device__ __forceinline__ int log2_of(int power) { return 31 - __clz(power); }
 
 // The planes of a slot, and its turn in each of them.
 struct GroupSlot {
@@ -31,16 +32,16 @@ struct GroupSlot {
   int turn;
 
   __device__ __forceinline__ GroupSlot(const GroupNormSteps& steps, int slot)
-      : first_plane(slot / steps.slots_of_plane * steps.planes),
+      : first_plane((slot >> log2_of(steps.slots_of_plane)) * steps.planes),
         planes(min(steps.channels - first_plane, steps.planes)),
-        turn(slot % steps.slots_of_plane) {}
+        turn(slot & (steps.slots_of_plane - 1)) {}
 
   // In a plane.
   __device__ __forceinline__ int turns(const GroupNormSteps& steps) const {
-    return (steps.turns - turn + steps.slots_of_plane - 1) / steps.slots_of_plane;
+    return (steps.turns - turn + steps.slots_of_plane - 1) >> log2_of(steps.slots_of_plane);
   }
   __device__ __forceinline__ bool has_last_turn(const GroupNormSteps& steps) const {
-    return (steps.turns - 1 - turn) % steps.slots_of_plane == 0;
+    return ((steps.turns - 1 - turn) & (steps.slots_of_plane - 1)) == 0;
   }
   template <typename A>
   __device__ __forceinline__ A packs(const GroupNormSteps& steps) const {
@@ -48,6 +49,14 @@ struct GroupSlot {
     const std::int64_t of_plane = std::int64_t{turns(steps)} * steps.lanes - absent;
     return static_cast<A>(planes) * static_cast<A>(of_plane);
   }
+};
+
+// What a lane has of a plane.
+struct PlanePart {
+  int plane;
+  int steps;
+  std::int64_t element;  // of the first step, in the group
+  int before;            // packs of the planes before it
 };
 
 // What a lane has of a slot: in every `teams`-th plane, every step-th pack. All lanes of a warp
@@ -66,21 +75,25 @@ struct SlotLane {
   __device__ __forceinline__ SlotLane(const GroupSlot& its_slot, const GroupNormSteps& shape,
                                       std::int64_t all_pixels)
       : slot(its_slot),
-        team(lane() / shape.lanes),
-        teams(kWarpSize / shape.lanes),
+        team(lane() >> log2_of(shape.lanes)),
+        teams(kWarpSize >> log2_of(shape.lanes)),
         steps(its_slot.turns(shape)),
         own_steps(steps),
         next_pack(shape.slots_of_plane * shape.lanes * Op::N),
         pixels(all_pixels) {
-    const int member = lane() % shape.lanes;
+    const int member = lane() & (shape.lanes - 1);
     first_pack = (slot.turn * shape.lanes + member) * Op::N;
     own_steps -= member >= shape.last_turn && slot.has_last_turn(shape);
   }
 
   __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % kWarpSize; }
 
-  // Calls visit(plane, own steps, element of its first pack, how many packs lie before it) for each
-  // plane of the slot; a lane without one there has no steps of its own.
+  // Of the pack of a step, in the group.
+  __device__ __forceinline__ std::int64_t element(const PlanePart& part, int step) const {
+    return part.element + static_cast<std::int64_t>(step) * next_pack;
+  }
+
+  // Calls visit(PlanePart) for each plane of the slot; a lane without one there has no steps.
   template <typename Visit>
   __device__ __forceinline__ void planes(Visit&& visit) const {
     int packs = 0;
@@ -88,67 +101,70 @@ struct SlotLane {
     for (int first = 0; first < slot.planes; first += teams) {
       const bool has_plane = first + team < slot.planes;
       const int plane = slot.first_plane + first + team;
-      visit(plane, has_plane ? own_steps : 0, plane * pixels + first_pack, packs);
+      visit(PlanePart{plane, has_plane ? own_steps : 0, plane * pixels + first_pack, packs});
       packs += steps;
     }
   }
 };
 
-// The packs that a warp keeps of one tensor, in shared memory: each lane its own.
-template <typename Op>
+// Packs of the tensors that a kernel reads, which a warp keeps in shared memory: each lane its own.
+template <typename Op, int kTensors>
 struct KeptPacks {
   using E = typename Op::E;
   using Packs = Pack<E, Op::N>;
   static constexpr int kBytes = sizeof(E) * Op::N;
 
-  const E* group;  // in global memory
-  Packs* kept;     // of this lane; pack k is kWarpSize · k further
-  int count;
+  const E* group[kTensors];  // in global memory
+  Packs* kept;               // of this lane; pack k is kWarpSize · k further
+  int count;                 // of each tensor, in a slot
 
   // Of the slot that is the k-th of its CTA.
   __device__ __forceinline__ KeptPacks of_slot(int k) const {
-    return {group, kept + static_cast<std::int64_t>(k) * count * kWarpSize, count};
+    KeptPacks slot = *this;
+    slot.kept += static_cast<std::int64_t>(k) * kTensors * count * kWarpSize;
+    return slot;
   }
-  // Starts to copy the packs that are kept.
-  __device__ __forceinline__ void start(const SlotLane<Op>& mine) const {
-    mine.planes([&](int, int own_steps, std::int64_t element, int before) {
-      const E* from = group + element;
-#pragma unroll 4
-      for (int step = 0; step < own_steps && before + step < count; ++step) {
-        Packs* const to = kept + (before + step) * kWarpSize;
-        if constexpr (kBytes == 16) {
-          copy_async(shared_address(to), global_address(from));
-        } else if constexpr (kBytes > 2) {
-          copy_bytes_async<kBytes>(shared_address(to), global_address(from));
-        } else {
-          load_bytes_if<kBytes, false>(true, from, to->words);
-        }
-        from += mine.next_pack;
-      }
-    });
-  }
-  // Reads some packs of a plane, the first of them number k of the slot. Those that this lane does
-  // not have are zeros.
+
+  // Reads those of a few packs that this lane has, from a step of a plane on. When they are read
+  // first, they are kept if there is room for all.
   template <int kCount>
-  __device__ __forceinline__ void read(int k, int steps, int own_steps, const E* from,
-                                       int next_pack, Packs (&packs)[kCount]) const {
-    const bool all_kept = k + min(steps, kCount) <= count;
+  __device__ __forceinline__ void read(bool first, const SlotLane<Op>& mine, const PlanePart& part,
+                                       int step, Packs (&packs)[kTensors][kCount]) const {
+    const bool all_kept = part.before + min(mine.steps, step + kCount) <= count;
+    Packs* const there = kept + (part.before + step) * kWarpSize;
+    if (all_kept && !first) {
+      each(part.steps - step, packs,
+           [&](Packs& pack, int tensor, int i) { pack = there[(tensor * count + i) * kWarpSize]; });
+      return;
+    }
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      clear(packs[i]);
+    for (int tensor = 0; tensor < kTensors; ++tensor) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        clear(packs[tensor][i]);
+        load_bytes_if<kBytes, false>(step + i < part.steps,
+                                     group[tensor] + mine.element(part, step + i),
+                                     packs[tensor][i].words);
+      }
     }
     if (all_kept) {
+      each(part.steps - step, packs, [&](const Packs& pack, int tensor, int i) {
+        there[(tensor * count + i) * kWarpSize] = pack;
+      });
+    }
+  }
+
+ private:
+  template <int kCount, typename Use>
+  __device__ __forceinline__ static void each(int valid, Packs (&packs)[kTensors][kCount],
+                                              Use&& use) {
+#pragma unroll
+    for (int tensor = 0; tensor < kTensors; ++tensor) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        if (i < own_steps) {
-          packs[i] = kept[(k + i) * kWarpSize];
+        if (i < valid) {
+          use(packs[tensor][i], tensor, i);
         }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        load_bytes_if<kBytes, false>(i < own_steps, from, packs[i].words);
-        from += next_pack;
       }
     }
   }
@@ -283,13 +299,21 @@ struct GroupPlace {
   int slots;  // of this CTA
 
   __device__ __forceinline__ GroupPlace(const GroupNormArgs& args, const GroupNormSteps& steps)
-      : group(static_cast<int>(blockIdx.x / static_cast<unsigned>(steps.cluster))),
-        sample(group / steps.groups),
-        channel(group % steps.groups * steps.channels),
+      : group(static_cast<int>(steps.cluster == 1 ? blockIdx.x : cluster_of_cta())),
+        sample(
+            static_cast<int>(static_cast<unsigned>(group) / static_cast<unsigned>(steps.groups))),
+        channel((group - sample * steps.groups) * steps.channels),
         first((sample * args.channels + channel) * args.pixels),
-        rank(static_cast<int>(blockIdx.x % static_cast<unsigned>(steps.cluster))),
+        rank(static_cast<int>(blockIdx.x) - group * steps.cluster),
         first_slot(steps.slots_of_cta * rank),
         slots(min(steps.slots - first_slot, steps.slots_of_cta)) {}
+  __device__ __forceinline__ static unsigned cluster_of_cta() {
+#if __CUDA_ARCH__ >= 900
+    return cluster_id();
+#else
+    return blockIdx.x;
+#endif
+  }
   __device__ __forceinline__ static int warp() { return static_cast<int>(threadIdx.x) / kWarpSize; }
   __device__ __forceinline__ static int warps() { return static_cast<int>(blockDim.x) / kWarpSize; }
 };

@@ -34,6 +34,9 @@ const char* broken_rule(const GroupNormPlan& plan, const GroupNormPlan& other,
   if (steps.slots_of_plane > 1 && steps.lanes != kWarpSize) {
     return "slots that share a plane by parts of warps";
   }
+  if (!is_power_of_two(steps.slots_of_plane)) {
+    return "slots that no shift can number";
+  }
   if (steps.slots > kGroupSlots) {
     return "too many slots";
   }
@@ -43,7 +46,8 @@ const char* broken_rule(const GroupNormPlan& plan, const GroupNormPlan& other,
   if (steps.cluster > 1 && steps.cluster > device.max_cluster) {
     return "a cluster too large";
   }
-  if (plan.warps < 1 || plan.warps > kGroupWarps || plan.warps > steps.slots_of_cta) {
+  const int most_warps = tensors == 1 ? kGroupForwardWarps : kGroupBackwardWarps;
+  if (plan.warps < 1 || plan.warps > most_warps || plan.warps > steps.slots_of_cta) {
     return "a warp without a slot";
   }
   const std::int64_t bytes = std::int64_t{steps.kept} * kWarpSize * tensors * steps.slots_of_cta *
@@ -51,6 +55,11 @@ const char* broken_rule(const GroupNormPlan& plan, const GroupNormPlan& other,
   if (steps.kept < 0 || plan.shared_bytes < bytes ||
       plan.shared_bytes + (own << 10) > most_dynamic_shared(device)) {
     return "too much shared memory, or too little";
+  }
+  const std::int64_t share = ceil_div(args.all_groups() * steps.cluster, device.multiprocessors);
+  const std::int64_t taken = plan.shared_bytes + (own << 10) + 1024;  // and what the system takes
+  if (share <= 4 && (share + 1) * taken <= device.shared_bytes + 1024) {
+    return "room for more CTAs than the share of a multiprocessor";
   }
   if (args.all_groups() * steps.cluster > kMostCtas) {
     return "too many CTAs";

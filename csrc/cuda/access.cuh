@@ -78,6 +78,18 @@ __device__ __forceinline__ void store_bytes(void* at, const std::uint32_t* words
   }
 }
 
+// The same for global memory, if `wanted`. Unlike store_bytes(), it keeps a vector whole: in an
+// unrolled loop with branches, the compiler may store it word by word. H200, bf16, share of copy of
+// a group norm with silu, so and with store_bytes(): 0.70 0.49 at 8x320x64x64.
+template <int kBytes>
+__device__ __forceinline__ void store_bytes_if(bool wanted, void* at, const std::uint32_t* words) {
+  if constexpr (kBytes >= 4) {
+    store_if<kBytes / 4>(wanted, at, words);
+  } else if (wanted) {
+    store_bytes<kBytes>(at, words);
+  }
+}
+
 // Not `pack = {}`: NVRTC puts that temporary into global memory and loads it from there.
 template <typename T, int N>
 __device__ __forceinline__ void clear(Pack<T, N>& pack) {

@@ -133,7 +133,8 @@ struct GroupBackward {
                               for (int j = 0; j < N; ++j) {
                                 dn[j] = pullback(dn[j] * map.factor, xhat[j]);
                               }
-                              store_bytes<sizeof(E) * N>(grad_input + at, rounded<E>(dn).words);
+                              store_bytes_if<sizeof(E) * N>(true, grad_input + at,
+                                                            rounded<E>(dn).words);
                             });
     });
   }

@@ -113,10 +113,9 @@ struct ChannelsFirstForward {
         const A n = multiply_add(Norm::normalized(values[j], normalizers[j]), weight, bias);
         values[j] = Op::kSilu ? silu<E>(n).value : n;
       }
-      if (place.live) {
-        store_bytes<sizeof(E) * N>(static_cast<E*>(args.output.data) + target.element(i),
-                                   rounded<E>(values).words);
-      }
+      store_bytes_if<sizeof(E) * N>(place.live,
+                                    static_cast<E*>(args.output.data) + target.element(i),
+                                    rounded<E>(values).words);
     });
   }
 };

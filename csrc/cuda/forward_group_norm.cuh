@@ -114,7 +114,7 @@ struct GroupForward {
       const A n = multiply_add(xhat, map.factor, map.offset);
       values[j] = Op::kSilu ? silu<E>(n).value : n;
     }
-    store_bytes<sizeof(E) * N>(to, rounded<E>(values).words);
+    store_bytes_if<sizeof(E) * N>(true, to, rounded<E>(values).words);
   }
 
   // Writes the slots of this CTA, and the statistics.

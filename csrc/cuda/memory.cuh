@@ -238,11 +238,11 @@ __device__ __forceinline__ void load_kept_if(bool wanted, const void* address,
 #endif
 }
 
-// Stores a word, or four words of 16 bytes, to global memory if `wanted`, in one predicated
-// instruction. A branch takes four, and in a loop over rows the compiler may take a vector apart.
+// Stores words, 16 bytes or fewer, to global memory if `wanted`, in one predicated instruction. A
+// branch takes four, and in a loop over rows the compiler may take a vector apart.
 template <int kWords = 4>
 __device__ __forceinline__ void store_if(bool wanted, void* address, const std::uint32_t* words) {
-  static_assert(kWords == 1 || kWords == 4);
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
   if constexpr (kWords == 1) {
     asm volatile(
         "{\n"
@@ -251,6 +251,15 @@ __device__ __forceinline__ void store_if(bool wanted, void* address, const std::
         "  @wanted st.global.b32 [%1], %2;\n"
         "}" ::"r"(static_cast<int>(wanted)),
         "l"(address), "r"(words[0])
+        : "memory");
+  } else if constexpr (kWords == 2) {
+    asm volatile(
+        "{\n"
+        "  .reg .pred wanted;\n"
+        "  setp.ne.b32 wanted, %0, 0;\n"
+        "  @wanted st.global.v2.b32 [%1], {%2, %3};\n"
+        "}" ::"r"(static_cast<int>(wanted)),
+        "l"(address), "r"(words[0]), "r"(words[1])
         : "memory");
   } else {
     asm volatile(

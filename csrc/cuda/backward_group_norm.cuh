@@ -82,7 +82,7 @@ struct GroupBackward {
       from.read(kFirst, mine, part, step, packs);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (step + i < part.steps) {
+        if (step + i < part.own_steps) {
           use(packs[0][i], packs[1][i], mine.element(part, step + i));
         }
       }
@@ -124,7 +124,7 @@ struct GroupBackward {
     const SlotLane<Op> mine = lane_of(k);
     E* const grad_input = static_cast<E*>(args.grad_input) + place.first;
     mine.planes([&](const PlanePart& part) {
-      const ChannelMap<A> map = part.steps > 0 ? maps.at(part.plane) : ChannelMap<A>{};
+      const ChannelMap<A> map = part.own_steps > 0 ? maps.at(part.plane) : ChannelMap<A>{};
       packs_of_plane<false>(input.of_slot(k), mine, part,
                             [&](const Packs& x_pack, const Packs& dy_pack, std::int64_t at) {
                               A xhat[N], dn[N];

@@ -58,14 +58,14 @@ struct GroupForward {
           from.read(first && attempt == 0, mine, part, step, packs);
           if (attempt == 0 && part.before + step == 0) {
             A values[N] = {};
-            if (part.steps > 0) {
+            if (part.own_steps > 0) {
               to_values(packs[0][0], values);
             }
             pivot = __shfl_sync(kAllLanes, values[0], 0) * scale;
           }
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i) {
-            if (step + i < part.steps) {
+            if (step + i < part.own_steps) {
               add_pack(packs[0][i], scale, pivot, sums);
             }
           }
@@ -90,14 +90,14 @@ struct GroupForward {
     const KeptPacks<Op, 1> from = input.of_slot(k);
     E* const output = static_cast<E*>(args.output) + place.first;
     mine.planes([&](const PlanePart& part) {
-      const ChannelMap<A> map = part.steps > 0 ? maps.at(part.plane) : ChannelMap<A>{};
+      const ChannelMap<A> map = part.own_steps > 0 ? maps.at(part.plane) : ChannelMap<A>{};
 #pragma unroll 1
       for (int step = 0; step < mine.steps; step += kAtOnce) {
         Packs packs[1][kAtOnce];
         from.read(false, mine, part, step, packs);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          if (step + i < part.steps) {
+          if (step + i < part.own_steps) {
             write(packs[0][i], normalizer, map, output + mine.element(part, step + i));
           }
         }

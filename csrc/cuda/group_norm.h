@@ -42,7 +42,7 @@ using GroupNormSteps = GroupNormPlan::Steps;
 
 constexpr int kGroupForwardWarps = 16;  // of a CTA, at most
 constexpr int kGroupBackwardWarps = 12;
-constexpr int kGroupCtasPerSm = 2;      // with so many warps
+constexpr int kGroupCtasPerSm = 2;      // with most warps
 constexpr int kGroupSlots = 128;        // at most
 constexpr int kGroupSumsThreads = 128;  // of a CTA that adds up sums of channels
 

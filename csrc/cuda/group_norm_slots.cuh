@@ -54,9 +54,9 @@ struct GroupSlot {
 // What a lane has of a plane.
 struct PlanePart {
   int plane;
-  int steps;
+  int own_steps;         // of this lane
   std::int64_t element;  // of the first step, in the group
-  int before;            // packs of the planes before it
+  int before;            // steps of its warp in the planes before it
 };
 
 // What a lane has of a slot: in every `teams`-th plane, every step-th pack. All lanes of a warp
@@ -115,8 +115,8 @@ struct KeptPacks {
   static constexpr int kBytes = sizeof(E) * Op::N;
 
   const E* group[kTensors];  // in global memory
-  Packs* kept;               // of this lane; pack k is kWarpSize · k further
-  int count;                 // of each tensor, in a slot
+  Packs* kept;               // of this lane; the pack of a step is kWarpSize · step further
+  int count;                 // of each tensor in a slot, one tensor behind the other
 
   // Of the slot that is the k-th of its CTA.
   __device__ __forceinline__ KeptPacks of_slot(int k) const {
@@ -133,7 +133,7 @@ struct KeptPacks {
     const bool all_kept = part.before + min(mine.steps, step + kCount) <= count;
     Packs* const there = kept + (part.before + step) * kWarpSize;
     if (all_kept && !first) {
-      each(part.steps - step, packs,
+      each(part.own_steps - step, packs,
            [&](Packs& pack, int tensor, int i) { pack = there[(tensor * count + i) * kWarpSize]; });
       return;
     }
@@ -142,13 +142,13 @@ struct KeptPacks {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         clear(packs[tensor][i]);
-        load_bytes_if<kBytes, false>(step + i < part.steps,
+        load_bytes_if<kBytes, false>(step + i < part.own_steps,
                                      group[tensor] + mine.element(part, step + i),
                                      packs[tensor][i].words);
       }
     }
     if (all_kept) {
-      each(part.steps - step, packs, [&](const Packs& pack, int tensor, int i) {
+      each(part.own_steps - step, packs, [&](const Packs& pack, int tensor, int i) {
         there[(tensor * count + i) * kWarpSize] = pack;
       });
     }

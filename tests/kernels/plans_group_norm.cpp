@@ -34,6 +34,12 @@ const char* broken_rule(const GroupNormPlan& plan, const GroupNormPlan& other,
   if (steps.slots_of_plane > 1 && steps.lanes != kWarpSize) {
     return "slots that share a plane by parts of warps";
   }
+  if (plan.at_once < 1 || (plan.at_once > 1 && steps.turns == steps.slots_of_plane)) {
+    return "steps that no lane has";
+  }
+  if (steps.mapped < 0 || steps.mapped > steps.channels) {
+    return "maps of no channel";
+  }
   if (!is_power_of_two(steps.slots_of_plane)) {
     return "slots that no shift can number";
   }
@@ -50,15 +56,17 @@ const char* broken_rule(const GroupNormPlan& plan, const GroupNormPlan& other,
   if (plan.warps < 1 || plan.warps > most_warps || plan.warps > steps.slots_of_cta) {
     return "a warp without a slot";
   }
-  const std::int64_t bytes = std::int64_t{steps.kept} * kWarpSize * tensors * steps.slots_of_cta *
-                             (plan.pack * size < 4 ? 4 : plan.pack * size);
+  const std::int64_t maps = std::int64_t{steps.mapped} * (args.dtype == DType::kFloat64 ? 16 : 8);
+  const std::int64_t kept = std::int64_t{steps.kept} * kWarpSize * tensors * steps.slots_of_cta *
+                            (plan.pack * size < 4 ? 4 : plan.pack * size);
+  const std::int64_t bytes = ceil_div(maps, 16) * 16 + kept;
   if (steps.kept < 0 || plan.shared_bytes < bytes ||
       plan.shared_bytes + (own << 10) > most_dynamic_shared(device)) {
     return "too much shared memory, or too little";
   }
-  const std::int64_t share = ceil_div(args.all_groups() * steps.cluster, device.multiprocessors);
+  const std::int64_t share = ceil_div(args.all_groups(), device.multiprocessors);
   const std::int64_t taken = plan.shared_bytes + (own << 10) + 1024;  // and what the system takes
-  if (share <= 4 && (share + 1) * taken <= device.shared_bytes + 1024) {
+  if (steps.cluster == 1 && share <= 4 && (share + 1) * taken <= device.shared_bytes + 1024) {
     return "room for more CTAs than the share of a multiprocessor";
   }
   if (args.all_groups() * steps.cluster > kMostCtas) {

@@ -147,9 +147,9 @@ def conditions(call: Call, inputs: dict[str, Tensor], grad: Tensor) -> dict[str,
     w = {n: t.to(F64) for n, t in inputs.items()}
     x, g = w["input"], grad.to(F64).abs()
     rows = x.reshape(samples, call.groups, -1)
-    mean = rows.mean(-1, keepdim=True)
+    mean = rows.abs().mean(-1, keepdim=True)
     rstd = rstd_of(rows)
-    xhat = ((rows.abs() + mean.abs()) * rstd).view_as(x)
+    xhat = ((rows.abs() + mean) * rstd).view_as(x)
     factor = w.get("weight", x.new_ones(channels)).abs()
     bias = w.get("bias", x.new_zeros(channels)).abs()
     scale = 1 + w.get("scale", x.new_zeros(samples, channels)).abs()

@@ -30,6 +30,7 @@ ROWS |= {"output", "sum", "grad_input", "grad_gate", "grad_residual"}
 PARAMETERS = {"weight", "bias", "post_weight", "pre_weight"}
 PARAMETERS |= {f"grad_{name}" for name in PARAMETERS}
 TABLES = {"cos", "sin"}  # plain ones are those of this rank's rows
+GRADIENTS = {"grad_output", "grad_sum"}
 ENTRIES = {"scale", "shift", "grad_scale", "grad_shift"}  # rows that rows of the input share
 WAYS = ("forward", "backward")
 
@@ -49,9 +50,12 @@ def run_on_shards(cls: Any, op: Any, types: Any, args: Any, kwargs: Any = None) 
     if "scale" in named and "save_stats" in named:  # the op sees shards: wrong ones may fit
         variant_named(op._schema.name).check(*args[:-1])
     mesh: DeviceMesh = next(value.device_mesh for value in args if isinstance(value, DTensor))
+    replicated: Placements = (Replicate(),) * mesh.ndim
     for name in named:
         value = named[name]
-        if (name in are_rows | entries | PARAMETERS and value is not None) or (
+        if name in GRADIENTS and _is_whole(value, named):
+            named[name] = DTensor.from_local(value, mesh, replicated, run_check=False)
+        elif (name in are_rows | entries | PARAMETERS and value is not None) or (
             name in TABLES and isinstance(value, DTensor)
         ):
             named[name] = _as_dtensor(op, name, value, mesh)
@@ -67,7 +71,6 @@ def run_on_shards(cls: Any, op: Any, types: Any, args: Any, kwargs: Any = None) 
         ndim = named["normalized_ndim"] or default_ndim(named["weight"], named["bias"])
     rows_ndim = len(shape) - ndim
     rows = _placements_of_rows(leaders, rows_ndim)
-    replicated: Placements = (Replicate(),) * mesh.ndim
     # Each rank sums the rows that it has. Where ranks have the same rows, their sums are the same.
     sums: Placements = tuple(Partial() if p.is_shard() else Replicate() for p in rows)
 
@@ -95,6 +98,17 @@ def run_on_shards(cls: Any, op: Any, types: Any, args: Any, kwargs: Any = None) 
             result = _from_shard(result, mesh, sums, shape[rows_ndim:])
         results.append(result)  # stats, and what was not asked for, as they are
     return tuple(results) if len(results) > 1 else results[0]
+
+
+def _is_whole(gradient: Tensor | None, named: dict[str, Any]) -> bool:
+    """Whether a gradient is a plain tensor of all rows, the same on all ranks.
+
+    In compiled code, autograd makes such zeros for an output that was not used.
+    """
+    if gradient is None or isinstance(gradient, DTensor):
+        return False
+    x: Tensor = named["x" if "x" in named else "input"]
+    return gradient.shape == x.shape
 
 
 def _as_dtensor(op: Any, name: str, value: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -204,6 +204,35 @@ def test_compile(layout, ranks_2):
         ranks_2.run(check_op, case, (2,), *placements, call)
 
 
+def check_compiled_output(device, backend, placement, used):
+    """As the last norm of a model, whose sum nobody wants."""
+    mesh = mesh_of(device, (2,))
+    inputs = make_case(OPS[3], SHAPE, Pair(F32, F32), device).inputs.values()
+
+    def output(*tensors):
+        return fused_op.fused_add_rms_norm(*tensors)[used]
+
+    torch._dynamo.reset()
+    found = []
+    for function, place in (
+        (output, lambda t: t.clone()),
+        (torch.compile(output, fullgraph=True, backend=backend),
+         lambda t: distribute_tensor(t, mesh, (placement if t.dim() > 1 else WHOLE,))),
+    ):  # fmt: skip
+        leaves = [place(t).requires_grad_() for t in inputs]
+        grads = torch.autograd.grad(function(*leaves).square().sum(), leaves, allow_unused=True)
+        found.append(grads[: 3 - used])  # the sum does not lead to the weight
+    for right, grad in zip(*found, strict=True):
+        assert_close(grad.full_tensor(), right)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.parametrize("placement", [BATCH, HIDDEN], ids=str)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile_of_one_output(backend, placement, used, ranks_2):
+    ranks_2.run(check_compiled_output, backend, placement, used)
+
+
 def check_options(device):
     """Dtypes of their own, and an output that is saved in the place of the input."""
     mesh = mesh_of(device, (2,))

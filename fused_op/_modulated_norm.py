@@ -155,7 +155,7 @@ def _modulated(norm: Norm, tensors: Any, eps: Any) -> Tensor:
 
 def _gated_add(norm: Norm, tensors: Any, eps: Any) -> tuple[Tensor, Tensor]:
     op = f"fused_gated_add_{norm}"
-    for name, tensor in zip(("input", "residual", "gate", "scale"), tensors, strict=False):
+    for name, tensor in zip(("input", "residual", "gate", "scale"), tensors[:4], strict=True):
         check_tensor(op, name, tensor)
     input = tensors[0]
     eps = machine_eps(input) if eps is None and norm == "rms_norm" else as_float(op, "eps", eps)

@@ -19,9 +19,10 @@ def holds(comparison: Any) -> bool:
     if is_dynamo_compiling() or isinstance(comparison, torch.SymBool):
         from torch.fx.experimental import symbolic_shapes  # slow to import
 
-        guard = getattr(symbolic_shapes, "guard_or_false", bool)  # PyTorch 2.7 has none
-        return guard(comparison)
-    return bool(comparison)
+        if hasattr(symbolic_shapes, "guard_or_false"):
+            known: bool = symbolic_shapes.guard_or_false(comparison)
+            return known
+    return True if comparison else False  # PyTorch 2.7 traces no bool() of a comparison
 
 
 def lies_in_order(tensor: Tensor) -> bool:
@@ -38,4 +39,7 @@ def differ(shape: Sequence[Any], other: Sequence[Any]) -> bool:
     """Whether two shapes are known to differ."""
     if len(shape) != len(other):
         return True
-    return any(holds(m != n) for m, n in zip(shape, other, strict=True))
+    for m, n in zip(shape, other, strict=True):  # it traces no any() of them either
+        if holds(m != n):
+            return True
+    return False

@@ -104,7 +104,7 @@ class Variant:
         self.forward_op: Any = getattr(torch.ops.fused_op, f"{name}_forward").default
         self.backward_op: Any = getattr(torch.ops.fused_op, f"{name}_backward").default
         self._read_schemas()
-        self.function = _function_of(self)
+        self.function = _function_of(name)
         self.in_cpp = fused_op_cuda._variant(name)
         _VARIANTS[name] = self
 
@@ -207,8 +207,8 @@ class Variant:
         of_op = [asked[number] for number in self.differentiated]
         if any(of_op):
             given: dict[str, Any] = {**saved, "wanted": of_op}
-            given |= zip(self.option_names, options, strict=True)
-            given |= zip(self.grad_names, grads, strict=True)
+            given.update(zip(self.option_names, options, strict=True))
+            given.update(zip(self.grad_names, grads, strict=True))
             results = self.backward_op(*[given[name] for name in self.backward_names])
             results = results if isinstance(results, tuple) else (results,)
             for number, result in zip(self.differentiated, results, strict=True):
@@ -261,17 +261,20 @@ def _one_or_all(outputs: tuple[Tensor, ...]) -> Outputs:
     return outputs[0] if len(outputs) == 1 else outputs
 
 
-def _function_of(variant: Variant) -> Any:
+def _function_of(name: str) -> Any:
+    # The dynamo of PyTorch 2.7 refuses a variant among what these functions close over.
     class VariantFunction(torch.autograd.Function):
         """Records a call of the variant for autograd."""
 
         @staticmethod
         def forward(ctx: Any, options: Options, *tensors: Tensor | None) -> Any:
+            variant = _VARIANTS[name]
             outputs, stats = variant.forward(tensors, options, True)
             by_name: dict[str, Any] = dict(zip(variant.tensor_names, tensors, strict=True))
-            by_name |= zip(variant.result_names, outputs, strict=False)  # views come last
+            results = variant.result_names[:-1]  # less stats; outputs may have views behind them
+            by_name.update(zip(results, outputs[: len(results)], strict=True))
             by_name["stats"] = stats
-            ctx.save_for_backward(*[by_name[name] for name in variant.saved_names])
+            ctx.save_for_backward(*[by_name[saved] for saved in variant.saved_names])
             ctx.options, ctx.passed = options, variant.passed(tensors)
             if ctx.passed is not None:
                 passed: Any = tensors[ctx.passed[0]]
@@ -283,6 +286,7 @@ def _function_of(variant: Variant) -> Any:
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
             if all(grad is None for grad in grads):
                 return (None,) * len(ctx.needs_input_grad)
+            variant = _VARIANTS[name]
             # Unpacked once: checkpointing refuses a second time.
             saved = dict(zip(variant.saved_names, ctx.saved_tensors, strict=True))
             call = RecordedCall(saved, ctx.options, ctx.needs_input_grad[1:], ctx.passed)

@@ -11,11 +11,17 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental import symbolic_shapes
 
 import fused_op
 from tests.calls import assert_same, loss, outputs
 from tests.case import generator
 from tests.ops import BF16, F32
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(symbolic_shapes, "guard_or_false"),
+    reason="PyTorch 2.7 leaves no comparison of such sizes undecided",
+)
 
 MASKS = [1, 1, 0, 0, 1], [0, 1, 0, 0, 0], [0] * 5, [1] * 5
 N, C = 5, 16  # N of the dimension that is selected from

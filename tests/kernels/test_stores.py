@@ -1,0 +1,59 @@
+"""Kernels that NVRTC makes store whole vectors.
+
+Catches a vector that the compiler stores word by word. It may do so where a kernel assigns a vector
+to memory in an unrolled loop with branches, and whenever code nearby changes. No number shows it; a
+group norm took half as long again.
+"""
+
+import re
+from collections import defaultdict
+
+import pytest
+
+from tests.kernels.interpreter import ptx_of
+from tests.kernels.test_run_kernels import needs_interpreter
+
+GROUPS = "group_norm_{0}_kernel<fused_op::cuda::GroupNormOp<fused_op::{1}, {2}>>"
+CHANNELS = (
+    "channels_first_forward_kernel<fused_op::cuda::ChannelsFirstForwardOp<"
+    "fused_op::LayerNorm, fused_op::{0}, {1}>>"
+)
+KERNELS = {  # header: names
+    "cuda/forward_group_norm.cuh": [
+        GROUPS.format("forward", "BFloat16", "8, 4, true"),
+        GROUPS.format("forward", "Float16", "4, 4, false"),
+    ],
+    "cuda/backward_group_norm.cuh": [
+        GROUPS.format("backward", "BFloat16", "8, 2, true"),
+        GROUPS.format("backward", "Float16", "4, 2, false"),
+    ],
+    "cuda/forward_channels_first.cuh": [
+        CHANNELS.format("BFloat16", "fused_op::BFloat16, 8, 2, 4, 16, 2, false"),
+        CHANNELS.format("BFloat16", "float, 4, 8, 1, 96, 3, false"),
+        CHANNELS.format("Float16", "fused_op::Float16, 4, 8, 1, 96, 3, true"),
+    ],
+}
+
+
+def words_side_by_side(ptx: str) -> list[str]:
+    """The registers at which words are stored to an address and four bytes behind it."""
+    offsets = defaultdict(set)
+    for register, offset in re.findall(r"st\.global\.[bu]32\s+\[(%\w+)(?:\+(\d+))?\]", ptx):
+        offsets[register].add(int(offset or 0))
+    return [register for register, found in offsets.items() if {0, 4} <= found]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("header", "name"), [(h, n) for h, names in KERNELS.items() for n in names]
+)
+def test_vectors_are_stored_whole(header, name):
+    ptx = ptx_of(header, f"fused_op::cuda::{name}").decode()
+    assert re.search(r"st\.global\.v[24]\.[bu]32", ptx), "the kernel stores no vectors"
+    assert not words_side_by_side(ptx)
+
+
+def test_finds_words_side_by_side():
+    halves = "st.global.u32 \t[%rd1], %r1;\n st.global.u32 [%rd1+4], %r2;"
+    assert words_side_by_side(halves) == ["%rd1"]
+    assert not words_side_by_side("st.global.v2.u32 [%rd1], {%r1, %r2};")

@@ -34,6 +34,7 @@ struct GroupBackward {
   using Packs = Pack<E, Op::N>;
   static constexpr int N = Op::N;
   static constexpr int kAtOnce = Op::kAtOnce;
+  static constexpr int kThreads = kGroupBackwardWarps * kWarpSize;  // of a CTA, at most
 
   const GroupNormBackwardArgs& args;
   const GroupNormSteps& steps;
@@ -155,7 +156,7 @@ __device__ __forceinline__ PullbackSums<A> sums_of_slots(const PullbackSums<A>* 
 
 // grid: steps.cluster CTAs a group; block: whole warps.
 template <typename Op>
-__global__ void __launch_bounds__(kGroupBackwardWarps* kWarpSize, kGroupCtasPerSm)
+__global__ void __launch_bounds__(GroupBackward<Op>::kThreads, kGroupCtasPerSm)
     group_norm_backward_kernel(const __grid_constant__ GroupNormBackwardArgs args,
                                const __grid_constant__ GroupNormSteps steps) {
   using A = typename Op::A;

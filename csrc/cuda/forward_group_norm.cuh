@@ -15,6 +15,7 @@ struct GroupForward {
   using Packs = Pack<E, Op::N>;
   static constexpr int N = Op::N;
   static constexpr int kAtOnce = Op::kAtOnce;
+  static constexpr int kThreads = kGroupForwardWarps * kWarpSize;  // of a CTA, at most
 
   const GroupNormForwardArgs& args;
   const GroupNormSteps& steps;
@@ -180,7 +181,7 @@ __device__ __noinline__ void finish_overflowed(const GroupNormForwardArgs& args,
 
 // grid: steps.cluster CTAs a group; block: whole warps.
 template <typename Op>
-__global__ void __launch_bounds__(kGroupForwardWarps* kWarpSize, kGroupCtasPerSm)
+__global__ void __launch_bounds__(GroupForward<Op>::kThreads, kGroupCtasPerSm)
     group_norm_forward_kernel(const __grid_constant__ GroupNormForwardArgs args,
                               const __grid_constant__ GroupNormSteps steps) {
   using A = typename Op::A;

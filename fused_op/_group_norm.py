@@ -188,19 +188,11 @@ def _formula(
     return group_norm(input, num_groups, weight, bias, scale, shift, eps, activation)
 
 
-def _check(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    num_groups: int,
-    eps: float,
-    activation: PixelActivation,
-) -> None:
+def _check(*arguments: Any) -> None:
+    *tensors_and_groups, eps, activation = arguments
     check_eps(_NAME, eps)
     check_activation(_NAME, activation)
-    _check_tensors(input, weight, bias, scale, shift, num_groups)
+    _check_tensors(*tensors_and_groups)
 
 
 def _check_tensors(

@@ -71,16 +71,15 @@ struct GroupBackward {
     }
   }
 
-  // Calls use(x, dy, element) for the packs of a plane that this lane has. kFirst: they are read
-  // for the first time.
-  template <bool kFirst, typename Use>
-  __device__ __forceinline__ static void packs_of_plane(const KeptPacks<Op, 2>& from,
+  // Calls use(x, dy, element) for the packs of a plane that this lane has. first: as for read().
+  template <typename Use>
+  __device__ __forceinline__ static void packs_of_plane(bool first, const KeptPacks<Op, 2>& from,
                                                         const SlotLane<Op>& mine,
                                                         const PlanePart& part, Use&& use) {
 #pragma unroll 1
     for (int step = 0; step < mine.steps; step += kAtOnce) {
       Packs packs[2][kAtOnce];
-      from.read(kFirst, mine, part, step, packs);
+      from.read(first, mine, part, step, packs);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (step + i < part.own_steps) {
@@ -98,19 +97,19 @@ struct GroupBackward {
       const bool has_plane = part.plane < mine.slot.first_plane + mine.slot.planes;
       const ChannelMap<A> map = has_plane ? maps.at(part.plane) : ChannelMap<A>{};
       ChannelSums<A> of_plane{};
-      packs_of_plane<true>(input.of_slot(k), mine, part,
-                           [&](const Packs& x_pack, const Packs& dy_pack, std::int64_t) {
-                             A xhat[N], dn[N];
-                             take(x_pack, dy_pack, map, xhat, dn);
-                             ChannelSums<A> of_pack{};
+      packs_of_plane(true, input.of_slot(k), mine, part,
+                     [&](const Packs& x_pack, const Packs& dy_pack, std::int64_t) {
+                       A xhat[N], dn[N];
+                       take(x_pack, dy_pack, map, xhat, dn);
+                       ChannelSums<A> of_pack{};
 #pragma unroll
-                             for (int j = 0; j < N; ++j) {
-                               of_pack.dn += dn[j];
-                               of_pack.dn_xhat = multiply_add(dn[j], xhat[j], of_pack.dn_xhat);
-                             }
-                             of_plane.dn += of_pack.dn;
-                             of_plane.dn_xhat += of_pack.dn_xhat;
-                           });
+                       for (int j = 0; j < N; ++j) {
+                         of_pack.dn += dn[j];
+                         of_pack.dn_xhat = multiply_add(dn[j], xhat[j], of_pack.dn_xhat);
+                       }
+                       of_plane.dn += of_pack.dn;
+                       of_plane.dn_xhat += of_pack.dn_xhat;
+                     });
       totals[0] = multiply_add(map.factor, of_plane.dn_xhat, totals[0]);
       totals[1] = multiply_add(map.factor, of_plane.dn, totals[1]);
       if (args.wants_sums()) {
@@ -126,17 +125,16 @@ struct GroupBackward {
     E* const grad_input = static_cast<E*>(args.grad_input) + place.first;
     mine.planes([&](const PlanePart& part) {
       const ChannelMap<A> map = part.own_steps > 0 ? maps.at(part.plane) : ChannelMap<A>{};
-      packs_of_plane<false>(input.of_slot(k), mine, part,
-                            [&](const Packs& x_pack, const Packs& dy_pack, std::int64_t at) {
-                              A xhat[N], dn[N];
-                              take(x_pack, dy_pack, map, xhat, dn);
+      packs_of_plane(false, input.of_slot(k), mine, part,
+                     [&](const Packs& x_pack, const Packs& dy_pack, std::int64_t at) {
+                       A xhat[N], dn[N];
+                       take(x_pack, dy_pack, map, xhat, dn);
 #pragma unroll
-                              for (int j = 0; j < N; ++j) {
-                                dn[j] = pullback(dn[j] * map.factor, xhat[j]);
-                              }
-                              store_bytes_if<sizeof(E) * N>(true, grad_input + at,
-                                                            rounded<E>(dn).words);
-                            });
+                       for (int j = 0; j < N; ++j) {
+                         dn[j] = pullback(dn[j] * map.factor, xhat[j]);
+                       }
+                       store_bytes_if<sizeof(E) * N>(true, grad_input + at, rounded<E>(dn).words);
+                     });
     });
   }
 };

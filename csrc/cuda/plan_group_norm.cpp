@@ -10,9 +10,11 @@
 namespace fused_op::cuda {
 namespace {
 
-constexpr int kMostCluster = 8;   // what every GPU with clusters has
-constexpr int kLoadsOfSlot = 16;  // of a warp, at least, in large groups
-constexpr int kLineBytes = 128;   // of memory
+constexpr int kMostCluster = 8;  // what every GPU with clusters has
+constexpr int kLineBytes = 128;  // of memory
+// Of a warp, at least, in large groups. H200, bf16, silu, share of copy with 8, 16 and 32: 0.61
+// 0.71 0.62 at 8x256x128x128.
+constexpr int kLoadsOfSlot = 16;
 constexpr std::int64_t kSlotsOfSmallGroup = 12;
 constexpr std::int64_t kMostMapped = 1024;
 constexpr std::int64_t kOwnSharedBytes = 5 << 10;  // of a CTA, beside what plans ask for
@@ -47,7 +49,8 @@ GroupNormPlan shape_of(const GroupNormArgs& args) {
       std::bit_floor(static_cast<unsigned>(std::max<std::int64_t>(slots / planes, 1)));
   steps.planes = static_cast<int>(ceil_div(planes, slots / steps.slots_of_plane));
   steps.slots = static_cast<int>(ceil_div(planes, steps.planes)) * steps.slots_of_plane;
-  // Fewer lanes for a plane take fewer steps if it is small, and then more planes at once.
+  // Fewer lanes for a plane take fewer steps if it is small. Where they take as many, several
+  // planes side by side give each lane more packs to read at once; but whole lines of each.
   steps.lanes = kWarpSize;
   for (int lanes = kWarpSize / 2; lanes > 0 && steps.slots_of_plane == 1; lanes /= 2) {
     const std::int64_t more = steps_of(steps, packs, lanes) - steps_of(steps, packs, steps.lanes);

@@ -315,6 +315,15 @@ def check_plain_tensors_among_dtensors(device):
     for args in ((sharded, weight), (x, distribute_tensor(weight, mesh, (WHOLE,)))):
         assert mixed in message(layer_norm, args[0], x.shape[-1:], args[1])
         assert mixed in message(fused_op.fused_layer_norm, *args)
+    # A plain gradient may only be that of all rows.
+    leaf, whole = sharded.detach().requires_grad_(), distribute_tensor(weight, mesh, (WHOLE,))
+    output, plain = fused_op.fused_layer_norm(leaf, whole), torch.randn_like(x)
+    grads = [
+        torch.autograd.grad(output, leaf, g, retain_graph=True)[0]
+        for g in (plain, distribute_tensor(plain, mesh, (SEQUENCE,)))
+    ]
+    assert torch.equal(grads[0].full_tensor(), grads[1].full_tensor())
+
     with implicit_replication():
         output = fused_op.fused_layer_norm(sharded, weight)
     assert output.placements == (SEQUENCE,)

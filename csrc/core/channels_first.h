@@ -24,27 +24,4 @@ struct ChannelsFirstBackwardArgs : NormBackwardArgs {
   bool silu = false;
 };
 
-// Where the tile of that number lies: `size` neighbouring pixels of a sample, or the last few.
-struct PixelTile {
-  std::int64_t row;    // of the first pixel
-  std::int64_t first;  // element of its first channel
-  std::int64_t count;  // of pixels
-
-  FUSED_OP_HD static std::int64_t tiles_of_sample(std::int64_t pixels, std::int64_t size) {
-    return (pixels + size - 1) / size;
-  }
-  FUSED_OP_HD PixelTile(std::int64_t number, std::int64_t size, std::int64_t channels,
-                        std::int64_t pixels)
-      : PixelTile(number / tiles_of_sample(pixels, size), number % tiles_of_sample(pixels, size),
-                  size, channels, pixels) {}
-  // The tile of that number in a sample.
-  FUSED_OP_HD PixelTile(std::int64_t sample, std::int64_t tile, std::int64_t size,
-                        std::int64_t channels, std::int64_t pixels) {
-    const std::int64_t pixel = tile * size;
-    row = sample * pixels + pixel;
-    first = sample * channels * pixels + pixel;
-    count = pixels - pixel < size ? pixels - pixel : size;
-  }
-};
-
 }  // namespace fused_op

@@ -1,6 +1,6 @@
-// The norms over channels, of tiles of neighbouring pixels: core/channels_first.h. Each pixel has a
+// The norms over channels, of tiles of neighbouring pixels: PixelTile of level.h. Each pixel has a
 // lane of its own, in loops over all channels. A tile is read from memory once and then from the
-// cache. Included by a level alone: level.h.
+// cache. Included by a level alone.
 #pragma once
 
 #include "core/channels_first.h"

@@ -77,13 +77,31 @@ constexpr int kTiles = 4;  // in use at a time
 
 std::int64_t norm_backward_chunks(const NormBackwardArgs& args);  // fused_op_cpu.h
 
-// Pixels of a tile of core/channels_first.h: those of 16 bits are two lines of the cache. Images of
+// Pixels of a tile of cpu/channels_first.h: those of 16 bits are two lines of the cache. Images of
 // a few pixels have tiles of their own.
 constexpr int kTilePixels = 64;
 constexpr int kFewPixels = 16;
 constexpr std::int64_t tile_pixels(std::int64_t pixels) {
   return pixels > kFewPixels ? kTilePixels : kFewPixels;
 }
+
+// Where the tile of that number lies: `size` neighbouring pixels of a sample, or the last few.
+struct PixelTile {
+  std::int64_t row;    // of the first pixel
+  std::int64_t first;  // element of its first channel
+  std::int64_t count;  // of pixels
+
+  static std::int64_t tiles_of_sample(std::int64_t pixels, std::int64_t size) {
+    return (pixels + size - 1) / size;
+  }
+  PixelTile(std::int64_t number, std::int64_t size, std::int64_t channels, std::int64_t pixels) {
+    const std::int64_t sample = number / tiles_of_sample(pixels, size);
+    const std::int64_t pixel = number % tiles_of_sample(pixels, size) * size;
+    row = sample * pixels + pixel;
+    first = sample * channels * pixels + pixel;
+    count = pixels - pixel < size ? pixels - pixel : size;
+  }
+};
 
 // The sums over the rows that share an entry: the two of core/modulated.h, and the gate's.
 constexpr int kEntrySums = 3;

@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(Op::kThreads, Op::kCtasPerSm)
   extern __shared__ __align__(128) unsigned char shared[];
   const PixelThread<Op> thread;
   await_kernels_before();
-  StagedTile<Op> tile(steps, shared, args.x.data, args.grad_output.data, args.cols, args.pixels);
+  StagedTile<Op> tile(args, steps, shared);
   A* const exchanged = reinterpret_cast<A*>(shared + steps.stages * 2 * steps.some * Op::kRowBytes);
   const PixelExchange<Op> exchange(exchanged, thread);
   const std::int64_t stride = partials_stride(args.cols);

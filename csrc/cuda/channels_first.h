@@ -7,6 +7,17 @@
 
 namespace fused_op::cuda {
 
+// The pixels of all samples, in order, are cut into tiles. A tile may thus end in another sample,
+// and only the last one may lack pixels. Were each sample cut by itself, an image of 14x14 would
+// need four tiles of 64 pixels for the work of three. A pack lies in one sample, because its size
+// divides the number of pixels.
+
+// The element of a pixel in channel 0. `row`: the number of the pixel.
+FUSED_OP_HD std::int64_t first_element(std::int64_t row, std::int64_t channels,
+                                       std::int64_t pixels) {
+  return row + row / pixels * (channels - 1) * pixels;
+}
+
 // Forward. A group of warps processes a tile of kWarpSize · pack neighbouring pixels. A lane has
 // `pack` of them, in every channel that its warp has: every `warps`-th one. Which warp has a
 // channel depends on the number of channels alone, and so does the order of every sum over
@@ -17,7 +28,6 @@ struct ChannelsFirstPlan {
   int groups;    // groups of a CTA
   int channels;  // a constant of the kernel, which then keeps what it reads; 0: it reads again
   int ctas_per_sm;
-  std::int64_t tiles;
   std::int64_t ctas;
 };
 
@@ -39,7 +49,6 @@ struct ChannelsFirstBackwardPlan {
   int stages;         // tiles in shared memory; with two, one is copied while the other is in use
   std::int64_t some;  // channels in shared memory at once: all, or as many as there is room for
   bool keeps_sums;    // of channels in shared memory, else in the workspace
-  std::int64_t tiles;
   std::int64_t ctas;
   std::int64_t shared_bytes;
   std::int64_t partials_bytes = 0;  // one row for each CTA; 0: no gradient needs it
@@ -49,7 +58,6 @@ struct ChannelsFirstBackwardPlan {
 
 // The part of a plan that kernels read at run time.
 struct ChannelsFirstBackwardSteps {
-  std::int64_t samples;
   std::int64_t some;
   int stages;
   bool keeps_sums;

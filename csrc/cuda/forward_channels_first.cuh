@@ -96,7 +96,7 @@ struct ChannelsFirstForward {
       unscale(moments[j], scales[j]);
       normalizers[j] = Norm::normalizer(moments[j], scales[j], inverse, static_cast<A>(args.eps));
       if (args.stats != nullptr && place.warp == 0 && place.live) {
-        Norm::save(normalizers[j], moments[j], static_cast<A*>(args.stats), place.row + j,
+        Norm::save(normalizers[j], moments[j], static_cast<A*>(args.stats), place.row() + j,
                    args.rows);
       }
     }
@@ -125,11 +125,10 @@ struct ChannelsFirstForward {
 // function of its own so that the common path pays no registers for it.
 template <typename Op>
 __device__ __noinline__ void finish_untrusted_pixels(
-    const ChannelsFirstForwardArgs& args, std::int64_t number, std::int64_t tiles,
-    typename ChannelsFirstForward<Op, false>::Sums sums) {
+    const ChannelsFirstForwardArgs& args, typename ChannelsFirstForward<Op, false>::Sums sums) {
   using A = typename Op::A;
   constexpr int N = Op::N;
-  const PixelPlace<Op> place(number, tiles, args.cols, args.pixels);
+  const PixelPlace<Op> place(args);
   const Channels<Op, false> x(args.input.data, place);
   const ChannelsFirstForward<Op, false> forward{args, place, x, sums};
   Moments<A> moments[N];
@@ -160,14 +159,11 @@ __device__ __noinline__ void finish_untrusted_pixels(
 // grid: enough CTAs for one group of threads a tile; block: (kWarpSize, kWarps, kGroups).
 template <typename Op>
 __global__ void __launch_bounds__(Op::kThreads, Op::kCtasPerSm)
-    channels_first_forward_kernel(const __grid_constant__ ChannelsFirstForwardArgs args,
-                                  const std::int64_t tiles) {
+    channels_first_forward_kernel(const __grid_constant__ ChannelsFirstForwardArgs args) {
   using A = typename Op::A;
   using Forward = ChannelsFirstForward<Op, Op::kKept>;
   __shared__ typename Forward::Sums::Shared shared;
-  const std::int64_t number =
-      static_cast<std::int64_t>(blockIdx.x) * Op::kGroups + static_cast<int>(threadIdx.z);
-  const PixelPlace<Op> place(number, tiles, args.cols, args.pixels);
+  const PixelPlace<Op> place(args);
   await_kernels_before();
   const Channels<Op, Op::kKept> x(args.input.data, place);
   const typename Forward::Sums sums{shared};
@@ -176,7 +172,7 @@ __global__ void __launch_bounds__(Op::kThreads, Op::kCtasPerSm)
   forward.find_moments(A(1), false, moments);
   // Every warp of a group decides the same, because all have the same moments.
   if (__any_sync(kAllLanes, !forward.trusts(moments))) {
-    finish_untrusted_pixels<Op>(args, number, tiles, {shared});
+    finish_untrusted_pixels<Op>(args, {shared});
     return;
   }
   A scales[Op::N];

@@ -32,29 +32,28 @@ struct ChannelsFirstForwardOp {
   static constexpr int kCtasPerSm = kCtasPerSm_;
 };
 
-// Where a thread stands in the tile of its group.
+// Where a thread stands in the tile of its group, the one of the group's number in the grid.
 template <typename Op>
 struct PixelPlace {
   int lane;
-  int warp;             // number of the warp in its group
-  int group;            // number of the group in its CTA
-  bool live;            // false past the last pixel: such lanes compute on zeros and store nothing
-  std::int64_t row;     // number of the lane's first pixel
-  std::int64_t first;   // element of that pixel in channel 0
-  std::int64_t stride;  // elements from one channel to the next
+  int warp;   // number of the warp in its group
+  int group;  // number of the group in its CTA
+  bool live;  // false past the last pixel: such lanes compute on zeros and store nothing
   std::int64_t channels;
+  std::int64_t stride;  // elements from one channel to the next
+  std::int64_t first;   // element of the lane's first pixel in channel 0
 
-  __device__ __forceinline__ PixelPlace(std::int64_t number, std::int64_t tiles,
-                                        std::int64_t all_channels, std::int64_t pixels)
+  __device__ __forceinline__ explicit PixelPlace(const ChannelsFirstForwardArgs& args)
       : lane(static_cast<int>(threadIdx.x)),
         warp(static_cast<int>(threadIdx.y)),
         group(static_cast<int>(threadIdx.z)),
-        stride(pixels),
-        channels(Op::kKept ? Op::kChannels : all_channels) {
-    const PixelTile tile(number < tiles ? number : 0, Op::kTile, channels, pixels);
-    live = number < tiles && lane * Op::N < tile.count;
-    row = tile.row + lane * Op::N;
-    first = tile.first + lane * Op::N;
+        live(row() < args.rows),
+        channels(Op::kKept ? Op::kChannels : args.cols),
+        stride(args.pixels),
+        first(first_element(row(), channels, stride)) {}
+  // The number of the lane's first pixel.
+  __device__ __forceinline__ std::int64_t row() const {
+    return (static_cast<std::int64_t>(blockIdx.x) * Op::kGroups + group) * Op::kTile + lane * Op::N;
   }
   __device__ __forceinline__ std::int64_t channel(int i) const { return warp + i * Op::kWarps; }
   __device__ __forceinline__ bool has(int i) const {

@@ -9,9 +9,9 @@
 namespace fused_op::cuda {
 
 // What a kernel is compiled for. E: the elements that it reads and writes; W: those of the
-// parameters.
+// parameters. kWhole: all channels of a tile are in shared memory at once.
 template <typename Norm_, typename E_, typename W_, int kPack_, int kLanes_, int kSlices_,
-          bool kSilu_>
+          bool kWhole_, bool kSilu_>
 struct ChannelsFirstBackwardOp {
   using Norm = Norm_;
   using E = E_;
@@ -21,6 +21,7 @@ struct ChannelsFirstBackwardOp {
   static constexpr int kPack = kPack_;
   static constexpr int kLanes = kLanes_;
   static constexpr int kSlices = kSlices_;
+  static constexpr bool kWhole = kWhole_;
   static constexpr bool kSilu = kSilu_;
   static constexpr int kTile = kLanes * N;  // pixels
   static constexpr int kRowBytes = kLanes * kVectorBytes;

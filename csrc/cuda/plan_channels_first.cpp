@@ -43,7 +43,7 @@ bool allows(const Call& call, int pack) {
          call.addresses % static_cast<std::uintptr_t>(pack * size_of(call.dtype)) == 0;
 }
 std::int64_t tiles_of(const Call& call, int pack) {
-  return call.rows / call.pixels * PixelTile::tiles_of_sample(call.pixels, kWarpSize * pack);
+  return ceil_div(call.rows, std::int64_t{kWarpSize} * pack);
 }
 std::int64_t words_of(const Call& call, int pack, int warps) {
   const std::int64_t each = ceil_div(call.channels, warps);
@@ -85,8 +85,7 @@ ChannelsFirstPlan plan_of(const Call& call, const DeviceInfo& device) {
     }
   }
   plan.pack = pack;
-  plan.tiles = tiles_of(call, pack);
-  plan.ctas = ceil_div(plan.tiles, plan.groups);
+  plan.ctas = ceil_div(tiles_of(call, pack), plan.groups);
   return plan;
 }
 

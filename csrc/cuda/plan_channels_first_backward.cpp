@@ -42,8 +42,7 @@ struct Call {
 };
 
 std::int64_t tiles_of(const Call& call, int lanes) {
-  return call.rows / call.pixels *
-         PixelTile::tiles_of_sample(call.pixels, lanes * call.pixels_of_lane());
+  return ceil_div(call.rows, std::int64_t{lanes} * call.pixels_of_lane());
 }
 
 int pack_of(const Call& call) {
@@ -123,8 +122,7 @@ ChannelsFirstBackwardPlan plan_of(const Call& call, const DeviceInfo& device) {
     lanes /= 2;
   }
   fit_shared(plan, call, lanes, device);
-  plan.tiles = tiles_of(call, plan.lanes);
-  plan.ctas = std::min(plan.tiles,
+  plan.ctas = std::min(tiles_of(call, plan.lanes),
                        ctas_of_sm(plan, call, plan.shared_bytes, device) * device.multiprocessors);
   return plan;
 }
@@ -157,7 +155,8 @@ std::string kernel_name(const ChannelsFirstBackwardArgs& args,
                         const ChannelsFirstBackwardPlan& plan) {
   return "fused_op::cuda::channels_first_backward_kernel<fused_op::cuda::ChannelsFirstBackwardOp" +
          joined({norm_name(args.kind), type(args.dtype), type(args.param_dtype), number(plan.pack),
-                 number(plan.lanes), number(plan.slices), flag(args.silu)}) +
+                 number(plan.lanes), number(plan.slices), flag(plan.some == args.cols),
+                 flag(args.silu)}) +
          ">";
 }
 

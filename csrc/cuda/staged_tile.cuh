@@ -8,8 +8,8 @@
 
 namespace fused_op::cuda {
 
-// Moves `count` channels of a tile between global memory, where they are `pixels` apart, and shared
-// memory, where they are kRowBytes apart. A copy moves a pack.
+// Moves `count` channels of the tile whose first pixel is `tile` between global memory and shared
+// memory, where channels are kRowBytes apart. A copy moves a pack.
 template <typename Op>
 class ChannelCopies {
   using E = typename Op::E;
@@ -20,16 +20,17 @@ class ChannelCopies {
   static_assert(kStep > 0);
 
  public:
-  __device__ __forceinline__ ChannelCopies(const PixelTile& tile, std::int64_t first, int count,
-                                           std::int64_t pixels)
+  __device__ __forceinline__ ChannelCopies(const ChannelsFirstBackwardArgs& args, std::int64_t tile,
+                                           std::int64_t first, int count)
       : row_(static_cast<int>(threadIdx.x) / kCopies),
         column_(static_cast<int>(threadIdx.x) % kCopies * Op::kPack),
-        live_(column_ < tile.count),
+        live_(tile + column_ < args.rows),
         count_(count),
-        step_(kStep * pixels),
-        element_(tile.first + (first + row_) * pixels + column_) {}
+        step_(kStep * args.pixels),
+        element_(first_element(tile + column_, args.cols, args.pixels) +
+                 (first + row_) * args.pixels) {}
 
-  // Pixels past the end of the tile become zeros.
+  // Pixels past the last one become zeros.
   __device__ __forceinline__ void load(const void* from, unsigned char* to) const {
     const E* source = static_cast<const E*>(from) + element_;
     to += place();
@@ -73,9 +74,7 @@ class ChannelCopies {
       }
 #pragma unroll
       for (int k = 0; k < kTogether; ++k) {
-        if (row + k * kStep < count_) {
-          store_bytes<kBytes>(target, packs[k].words);
-        }
+        store_bytes_if<kBytes>(row + k * kStep < count_, target, packs[k].words);
         target += step_;
       }
       from += kTogether * kStep * Op::kRowBytes;
@@ -121,40 +120,29 @@ class StagedTile {
   static constexpr int kStreams = 2;
   using Packs = Pack<E, Op::N>[kStreams];
 
-  // A CTA's tiles, one after another.
-  struct Cursor {
-    std::int64_t sample;
-    std::int64_t tile;  // of the sample
-  };
-
  public:
-  __device__ __forceinline__ StagedTile(const ChannelsFirstBackwardSteps& steps,
-                                        unsigned char* shared, const void* x, const void* dy,
-                                        std::int64_t channels, std::int64_t pixels)
-      : steps_(steps),
-        channels_(channels),
-        pixels_(pixels),
-        whole_(steps.some == channels),
+  __device__ __forceinline__ StagedTile(const ChannelsFirstBackwardArgs& args,
+                                        const ChannelsFirstBackwardSteps& steps,
+                                        unsigned char* shared)
+      : args_(args),
+        steps_(steps),
         shared_(shared),
         here_(shared),
-        step_(cursor(gridDim.x)),
-        used_(cursor(blockIdx.x)),
-        copied_(used_),
-        tile_(at(used_)),
-        from_{x, dy} {}
+        used_(std::int64_t{blockIdx.x} * Op::kTile),
+        copied_(used_) {}
 
   // Starts to copy this tile and the next one, or those of them that are not on their way yet, and
   // waits for this one. This is also a barrier.
   __device__ __forceinline__ void begin() {
-    if (whole_) {
-      bool first = copied_.sample == used_.sample && copied_.tile == used_.tile;
+    if constexpr (Op::kWhole) {
+      bool first = copied_ == used_;
 #pragma unroll 1
       for (;;) {
-        if (copied_.sample < steps_.samples) {
-          copy(at(copied_), 0, first ? here_ : other());
+        if (copied_ < args_.rows) {
+          copy(copied_, 0, static_cast<int>(args_.cols), first ? here_ : other());
         }
         end_copy_group();
-        advance(copied_);
+        copied_ += step();
         if (!first || steps_.stages == 1) {
           break;
         }
@@ -174,18 +162,15 @@ class StagedTile {
     if (steps_.stages == 2) {
       here_ = other();
     }
-    advance(used_);
-    tile_ = at(used_);
-    return used_.sample < steps_.samples;
+    used_ += step();
+    return used_ < args_.rows;
   }
 
   // Calls each(channel, exists, packs) for the channels of this thread's slice, as often in every
   // thread. Where a channel does not exist, the packs are zeros.
   template <typename Each>
   __device__ __forceinline__ void read(const PixelThread<Op>& thread, const Each& each) const {
-#pragma unroll 1
-    for (std::int64_t first = 0; first < channels_; first += steps_.some) {
-      const int count = fetch(first);
+    for_parts([&](std::int64_t first, int count) {
 #pragma unroll 2
       for (int row = 0; row < count; row += Op::kSlices) {
         const int mine = row + thread.slice;
@@ -199,18 +184,16 @@ class StagedTile {
         }
         each(first + mine, mine < count, packs);
       }
-    }
+    });
   }
   // Stores each(channel, packs) of all channels. Narrow packs go by way of shared memory, so that
   // neighbouring threads store neighbouring pixels.
   template <typename Each>
   __device__ __forceinline__ void write(const PixelThread<Op>& thread, void* to,
                                         const Each& each) const {
-    const bool live = thread.lane * Op::N < tile_.count;
-    E* const target = static_cast<E*>(to) + tile_.first + thread.lane * Op::N;
-#pragma unroll 1
-    for (std::int64_t first = 0; first < channels_; first += steps_.some) {
-      const int count = fetch(first);
+    const std::int64_t pixel = used_ + thread.lane * Op::N;
+    E* const target = static_cast<E*>(to) + first_element(pixel, args_.cols, args_.pixels);
+    for_parts([&](std::int64_t first, int count) {
 #pragma unroll 2
       for (int mine = thread.slice; mine < count; mine += Op::kSlices) {
         Packs packs;
@@ -221,36 +204,25 @@ class StagedTile {
         const Pack<E, Op::N> result = each(first + mine, packs);
         if constexpr (Op::kPack < Op::N) {
           *place(thread, 0, mine) = result;
-        } else if (live) {
-          store_bytes<kVectorBytes>(target + (first + mine) * pixels_, result.words);
+        } else {
+          store_if(pixel < args_.rows, target + (first + mine) * args_.pixels, result.words);
         }
       }
       if constexpr (Op::kPack < Op::N) {
         __syncthreads();
-        ChannelCopies<Op>(tile_, first, count, pixels_).store(here_, to);
+        ChannelCopies<Op>(args_, used_, first, count).store(here_, to);
       }
-    }
+    });
   }
 
-  // The pixel that this thread owns: its row, and whether there is one.
-  __device__ __forceinline__ std::int64_t own_row() const { return tile_.row + threadIdx.x; }
-  __device__ __forceinline__ bool owns() const { return threadIdx.x < tile_.count; }
+  // The pixel that this thread owns as PixelExchange has it, and whether there is such a pixel.
+  __device__ __forceinline__ std::int64_t own_row() const { return used_ + threadIdx.x; }
+  __device__ __forceinline__ bool owns() const { return own_row() < args_.rows; }
 
  private:
-  __device__ __forceinline__ Cursor cursor(std::int64_t tiles) const {
-    const std::int64_t of_sample = PixelTile::tiles_of_sample(pixels_, Op::kTile);
-    return {tiles / of_sample, tiles % of_sample};
-  }
-  __device__ __forceinline__ void advance(Cursor& cursor) const {
-    cursor.sample += step_.sample;
-    cursor.tile += step_.tile;
-    if (cursor.tile * Op::kTile >= pixels_) {
-      cursor.tile -= PixelTile::tiles_of_sample(pixels_, Op::kTile);
-      ++cursor.sample;
-    }
-  }
-  __device__ __forceinline__ PixelTile at(const Cursor& cursor) const {
-    return {cursor.sample, cursor.tile, Op::kTile, channels_, pixels_};
+  // From one tile of a CTA to its next.
+  __device__ __forceinline__ static std::int64_t step() {
+    return std::int64_t{gridDim.x} * Op::kTile;
   }
   __device__ __forceinline__ std::int64_t stream_bytes() const {
     return steps_.some * Op::kRowBytes;
@@ -263,40 +235,40 @@ class StagedTile {
     return reinterpret_cast<Pack<E, Op::N>*>(here_ + s * stream_bytes() + row * Op::kRowBytes +
                                              thread.lane * kVectorBytes);
   }
-  __device__ __forceinline__ int count(std::int64_t first) const {
-    return static_cast<int>(channels_ - first < steps_.some ? channels_ - first : steps_.some);
-  }
-  __device__ __forceinline__ void copy(const PixelTile& tile, std::int64_t first,
+  __device__ __forceinline__ void copy(std::int64_t tile, std::int64_t first, int count,
                                        unsigned char* to) const {
-    const ChannelCopies<Op> copies(tile, first, count(first), pixels_);
-#pragma unroll
-    for (int s = 0; s < kStreams; ++s) {
-      copies.load(from_[s], to + s * stream_bytes());
-    }
+    const ChannelCopies<Op> copies(args_, tile, first, count);
+    copies.load(args_.x.data, to);
+    copies.load(args_.grad_output.data, to + stream_bytes());
   }
-  // Channels `first` and following are in shared memory afterwards; returns how many.
-  __device__ __forceinline__ int fetch(std::int64_t first) const {
-    if (!whole_) {
-      __syncthreads();  // all have finished with those before
-      copy(tile_, first, here_);
-      end_copy_group();
-      await_copies<0>();
-      __syncthreads();
+  // Calls each(first, count) for those channels that are in shared memory at once, with their
+  // barriers.
+  template <typename Each>
+  __device__ __forceinline__ void for_parts(const Each& each) const {
+    if constexpr (Op::kWhole) {
+      each(std::int64_t{0}, static_cast<int>(args_.cols));
+    } else {
+#pragma unroll 1
+      for (std::int64_t first = 0; first < args_.cols; first += steps_.some) {
+        const std::int64_t left = args_.cols - first;
+        const int count = static_cast<int>(left < steps_.some ? left : steps_.some);
+        __syncthreads();  // all have finished with those before
+        copy(used_, first, count, here_);
+        end_copy_group();
+        await_copies<0>();
+        __syncthreads();
+        each(first, count);
+      }
     }
-    return count(first);
   }
 
+  const ChannelsFirstBackwardArgs& args_;
   const ChannelsFirstBackwardSteps& steps_;
-  std::int64_t channels_;
-  std::int64_t pixels_;
-  bool whole_;
   unsigned char* shared_;
   unsigned char* here_;
-  Cursor step_;
-  Cursor used_;
-  Cursor copied_;  // the next to copy
-  PixelTile tile_;
-  const void* from_[kStreams];
+  // The first pixels of the tile in use, and of the next to copy.
+  std::int64_t used_;
+  std::int64_t copied_;
 };
 
 }  // namespace fused_op::cuda

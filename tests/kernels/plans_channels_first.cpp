@@ -48,14 +48,12 @@ const char* broken_rule(const ChannelsFirstPlan& plan, const Call& call, int war
   if (plan.groups * kValues * plan.warps * tile * accumulator > kMostShared) {
     return "too much shared memory";
   }
-  if (plan.tiles != call.samples * ((call.pixels + tile - 1) / tile)) {
-    return "pixels without a tile";
+  const std::int64_t of_cta = plan.groups * tile, rows = call.samples * call.pixels;
+  if (plan.ctas < 1 || plan.ctas > kMostCtas || (plan.ctas - 1) * of_cta >= rows) {
+    return "a CTA without pixels";
   }
-  if (plan.ctas < 1 || plan.ctas > kMostCtas || (plan.ctas - 1) * plan.groups >= plan.tiles) {
-    return "a CTA without a tile";
-  }
-  if (plan.ctas * plan.groups < plan.tiles) {
-    return "a tile without a group";
+  if (plan.ctas * of_cta < rows) {
+    return "pixels without a CTA";
   }
   return nullptr;
 }
@@ -98,11 +96,9 @@ const char* broken_rule(const ChannelsFirstBackwardPlan& plan, const Call& call,
       plan.shared_bytes > most_dynamic_shared(device)) {
     return "shared memory";
   }
-  if (plan.tiles != call.samples * ((call.pixels + tile - 1) / tile)) {
-    return "pixels without a tile";
-  }
-  if (plan.ctas < 1 || plan.ctas > kMostCtas || plan.ctas > plan.tiles) {
-    return "a CTA without a tile";
+  if (plan.ctas < 1 || plan.ctas > kMostCtas ||
+      (plan.ctas - 1) * tile >= call.samples * call.pixels) {
+    return "a CTA without pixels";
   }
   return nullptr;
 }

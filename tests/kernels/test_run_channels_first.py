@@ -6,6 +6,7 @@ What this catches: what tests/kernels/test_run_kernels.py lists, of these kernel
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
@@ -70,6 +71,11 @@ CALLS = [
     Call(LN, (5, 40, 72), F32, sms=1),
     Call(RMS, (40, 8, 6), sms=1, silu=True),
     Call(LN, (9, 12, 50), F32, sms=1, backwards=True),
+    # Tiles that end in another sample than they begin in, or a few samples on.
+    Call(LN, (5, 384, 28)),
+    Call(RMS, (70, 24, 1), F32, silu=True),
+    Call(LN, (30, 130, 4), F64, sms=1),
+    Call(LN, (13, 65, 6), F16, shift=1, backwards=True),
     # Other addresses.
     Call(LN, (2, 48, 64), shift=1),
     Call(RMS, (2, 48, 64), F32, shift=2, sms=1),
@@ -127,21 +133,29 @@ def test_numbers(call):
 @needs_interpreter
 @pytest.mark.parametrize(
     "call",
-    [CALLS[3], CALLS[4], CALLS[7], CALLS[11], CALLS[14], CALLS[26]],
+    [
+        *(CALLS[i] for i in (3, 4, 7, 11, 14)),
+        *(call for call in CALLS if call.rare and call.shape[0] > 1),
+        *(call for call in CALLS if call.shape[0] > 4 and call.shape[2] > 3),
+    ],
     ids=str,
 )
 def test_a_pixel_has_the_same_bits_everywhere(call):
-    """Catches sums whose order depends on the pack, on the width of a tile, or on what is kept."""
+    """Catches sums whose order depends on the pack, on the width of a tile, on where in a tile a
+    sample begins, or on what is kept."""
     inputs, grad = make_inputs(call)
     whole, _ = run(call, inputs, grad)
-    _, channels, pixels = call.shape
-    for count, shift in ((pixels - 1, 0), (pixels - 1, 1), (3, 0)):
-        some = inputs | {"input": place(inputs["input"][:1, :, 1 : 1 + count].contiguous(), shift)}
-        part = place(grad[:1, :, 1 : 1 + count].contiguous(), shift)
+    samples, channels, pixels = call.shape
+    for sample, (count, shift) in product(
+        {0, samples - 1}, ((pixels - 1, 0), (pixels - 1, 1), (3, 0))
+    ):
+        where = slice(sample, sample + 1), slice(None), slice(1, 1 + count)
+        some = inputs | {"input": place(inputs["input"][where].contiguous(), shift)}
+        part = place(grad[where].contiguous(), shift)
         smaller = replace(call, shape=(1, channels, count), sms=132)
         found, _ = run(smaller, some, part)
         for name in ("output", "grad_input"):
-            assert torch.equal(found[name], whole[name][:1, :, 1 : 1 + count]), name
+            assert torch.equal(found[name], whole[name][where]), name
 
 
 @needs_interpreter
@@ -163,7 +177,7 @@ def test_a_pixel_beside_one_that_is_taken_again(call):
 def test_every_kind_of_plan_runs():
     """Catches calls of which none comes to a pack, a number of warps or slices, a width of tiles,
     or channels read again."""
-    calls = [*CALLS[:15], CALLS[-1]]
+    calls = [*CALLS[:16], CALLS[-1]]
     launches = [launch for call in calls for launch in run(call, *make_inputs(call))[1].launches]
     forward, backward = (
         [launch.kernel.split(f"ChannelsFirst{way}Op<")[1].split(", ") for launch in launches
@@ -175,3 +189,4 @@ def test_every_kind_of_plan_runs():
     assert any(op[6] == "0" for op in forward)
     assert {int(op[4]) for op in backward} == {2, 4, 8, 16}  # lanes
     assert {int(op[5]) for op in backward} == {8, 16, 32, 64, 128}  # slices
+    assert {op[6] for op in backward} == {"true", "false"}  # all channels at once

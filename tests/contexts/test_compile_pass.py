@@ -110,6 +110,7 @@ def test_rows_of_images(device: str) -> None:
     torch.testing.assert_close(found, without, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "dim"), [((4, 16), 1), ((4, 16), 0), ((4, 6, 16), 0)])
 def test_dimensions_of_the_model(shape, dim, device: str) -> None:
     """Catches a dimension that the model put around a norm, taken for the one of what is saved."""

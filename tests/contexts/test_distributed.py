@@ -152,6 +152,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", MESHES)
 def test_mesh_of_two_dimensions(layout, ranks_4):
     inputs, parameters, expected = MESHES[layout]

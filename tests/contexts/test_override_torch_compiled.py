@@ -23,6 +23,7 @@ class Block(nn.Module):
         return self.last(x + self.linear(self.norm(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [True, False])
 def test_inductor(device: str, compiled: bool) -> None:
     """Catches compiled code with the wrong norms, graph breaks, and a cache that mixes them up."""

@@ -93,6 +93,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_module", [False, True])
 def test_run(tmp_path, is_module: bool) -> None:
     """Catches a program that sees other arguments, another path or another exit than without."""

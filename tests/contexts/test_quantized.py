@@ -228,6 +228,7 @@ def test_signatures():
         assert positional == [n for n, p in norm.items() if p.kind is not p.KEYWORD_ONLY]
 
 
+@pytest.mark.slow
 def test_the_example_trains():
     """Catches a gradient that is lost or wrong on its way to a norm whose output is fp8."""
     command = [sys.executable, "examples/fp8_mlp.py", "--steps", "60"]

@@ -30,6 +30,7 @@ def traits_of_all(calls, gpu) -> set[Trait]:
     return set().union(*(traits_of(call, gpu)[0] for call in calls))
 
 
+@pytest.mark.slow
 @needs_cuda_build
 def test_every_kernel_of_a_sample(pair):
     """Catches a grid of calls that misses a tile, an op or dtypes that other calls have."""
@@ -45,6 +46,7 @@ def test_every_kernel_of_a_sample(pair):
         assert not missed, f"{call} (FUSED_OP_SEED={SEED})"
 
 
+@pytest.mark.slow
 @needs_cuda_build
 def test_the_list(pair):
     """Catches a list that grows until nobody runs it, repeats itself, or lacks an option."""
@@ -60,6 +62,7 @@ def test_the_list(pair):
         assert {getattr(call, name) for call in calls} == {False, True}
 
 
+@pytest.mark.slow
 @needs_cuda_build
 def test_every_kernel_that_there_is():
     """Catches a kernel of csrc/cuda that no call of a pair comes to, and one of the core table."""
@@ -94,6 +97,7 @@ def test_traits():
     }
 
 
+@pytest.mark.slow
 @needs_cuda_build
 def test_portable_clusters():
     """Catches an option that leaves nothing out, so that the tool crashes, or too much."""

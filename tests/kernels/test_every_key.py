@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.kernels.test_run_kernels import needs_interpreter
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_every_kernel_has_a_key_of_its_own():
     """Catches a key that lacks a dtype, an option or a rule: a call after another one with that key

@@ -221,6 +221,7 @@ def test_a_plan_is_for_the_gpu_that_is_there(monkeypatch):
     assert kernel_plan.gpu_of(10, 80) == (10, 80, 163 << 10, True)
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_compiled_beforehand(tmp_path, capsys, cache):
     """A kernel of the folder is found where that is the package's, without compiler and cache."""

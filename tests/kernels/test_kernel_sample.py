@@ -107,6 +107,7 @@ def test_the_sample_is_one(backward):
     assert sum(allowance(*call) > 0 for call in calls) < EACH / 2
 
 
+@pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_no_kernel_spills(backward):
@@ -119,6 +120,7 @@ def test_no_kernel_spills(backward):
     assert spilling <= EACH / 10  # 3 in 100 of a larger sample
 
 
+@pytest.mark.slow
 @needs_nvrtc
 def test_no_kernel_of_long_rows_spills():
     """But two: LayerNorm that keeps parameters wider than the row in registers stores nine words;

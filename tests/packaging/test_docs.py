@@ -32,6 +32,7 @@ EXAMPLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_example(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches an example that raises, or that prints another report than the comment beside it."""

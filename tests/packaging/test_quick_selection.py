@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from conftest import QUICK, covering
 from tests.case import SEED
 
@@ -27,6 +29,7 @@ def test_every_value_occurs():
     assert covering([set()]) == [0]  # a test without parameters
 
 
+@pytest.mark.slow
 def test_everything_is_one_flag_away(tmp_path):
     """Catches a flag that leaves a test out, and a selection that does not say that it is one."""
     (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text())

@@ -113,6 +113,7 @@ def why_no_build_without_nvcc() -> str:
     return "" if found else "there are no headers of CUDA"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_build_without_nvcc()), reason=why_no_build_without_nvcc())
 def test_build_without_nvcc(tree, tmp_path):
     """A real one, of a minute: what it has no kernel of, it compiles."""

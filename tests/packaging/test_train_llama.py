@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_losses_keep_to_the_bound(tmp_path):
     """Catches norms that train a model elsewhere than PyTorch's, and a run that loses a part."""
     files = ["--json", str(tmp_path / "run.json"), "--output", str(tmp_path / "run.png")]

@@ -81,6 +81,7 @@ def test_entries_on_two_ranks(function, rows, entries, ranks_2):
         ranks_2.run(check_call, function, (2,), inputs, (rows,), (given,), own)
 
 
+@pytest.mark.slow
 @every_function
 @pytest.mark.parametrize("entries", ENTRIES, ids=str)
 def test_entries_on_a_mesh_of_two_dimensions(function, entries, ranks_4):

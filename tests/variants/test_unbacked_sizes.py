@@ -178,6 +178,7 @@ def check(compiled, eager, tensors, given):
         assert_same(compiled(given, *tensors), expected)
 
 
+@pytest.mark.slow
 @every_call
 def test_one_selection(name, device):
     call = CALLS[name]
@@ -187,6 +188,7 @@ def test_one_selection(name, device):
         check(compiled, eager, call.tensors(device), mask_of(mask, device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_SEVERAL)
 def test_a_selection_for_each_tensor(name, device):
     """Sizes that differ after all are the op's to refuse."""
@@ -203,6 +205,7 @@ def test_a_selection_for_each_tensor(name, device):
             function(masks, *tensors)
 
 
+@pytest.mark.slow
 @every_call
 def test_export(name, device):
     call = CALLS[name]

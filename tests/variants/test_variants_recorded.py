@@ -108,6 +108,7 @@ def test_what_autograd_refuses(plain):
         gradients(lambda *_: result, leaves)
 
 
+@pytest.mark.slow
 def test_compiled_autograd_and_anomaly_mode(plain):
     function, leaves = plain
     expected = gradients(function, leaves)

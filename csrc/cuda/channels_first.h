@@ -54,6 +54,7 @@ struct ChannelsFirstBackwardPlan {
   std::int64_t partials_bytes = 0;  // one row for each CTA; 0: no gradient needs it
 
   int threads() const { return lanes * slices; }
+  bool has_all(std::int64_t channels) const { return some == channels; }  // at once
 };
 
 // The part of a plan that kernels read at run time.

@@ -32,7 +32,7 @@ struct ChannelsFirstForwardOp {
   static constexpr int kCtasPerSm = kCtasPerSm_;
 };
 
-// Where a thread stands in the tile of its group, the one of the group's number in the grid.
+// Where a thread stands in the tile of its group. Groups are numbered as tiles are.
 template <typename Op>
 struct PixelPlace {
   int lane;

@@ -23,7 +23,7 @@ KernelKey key_of(const ChannelsFirstForwardArgs& args, const ChannelsFirstPlan& 
 }
 KernelKey key_of(const ChannelsFirstBackwardArgs& args, const ChannelsFirstBackwardPlan& plan) {
   return key_of(KernelKind::kChannelsFirstBackward, args)
-      .add(plan.some == args.cols, 1)
+      .add(plan.has_all(args.cols), 1)
       .add(bits(plan.pack), 4)
       .add(bits(plan.lanes), 6)
       .add(bits(plan.slices), 8)

@@ -2,16 +2,22 @@
 // they know of its pixels. Device code; torch-free.
 #pragma once
 
+#include <type_traits>
+
 #include "core/pack.h"
 #include "cuda/channels_first.h"
 #include "cuda/row_sum.cuh"
 
 namespace fused_op::cuda {
 
+// Which channels of a tile are in shared memory at once.
+struct AllChannels {};
+struct SomeChannels {};
+
 // What a kernel is compiled for. E: the elements that it reads and writes; W: those of the
-// parameters. kWhole: all channels of a tile are in shared memory at once.
+// parameters; Staged: AllChannels or SomeChannels.
 template <typename Norm_, typename E_, typename W_, int kPack_, int kLanes_, int kSlices_,
-          bool kWhole_, bool kSilu_>
+          typename Staged, bool kSilu_>
 struct ChannelsFirstBackwardOp {
   using Norm = Norm_;
   using E = E_;
@@ -21,7 +27,7 @@ struct ChannelsFirstBackwardOp {
   static constexpr int kPack = kPack_;
   static constexpr int kLanes = kLanes_;
   static constexpr int kSlices = kSlices_;
-  static constexpr bool kWhole = kWhole_;
+  static constexpr bool kWhole = std::is_same_v<Staged, AllChannels>;
   static constexpr bool kSilu = kSilu_;
   static constexpr int kTile = kLanes * N;  // pixels
   static constexpr int kRowBytes = kLanes * kVectorBytes;

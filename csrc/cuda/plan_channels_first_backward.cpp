@@ -153,9 +153,10 @@ ChannelsFirstBackwardPlan plan_channels_first(const ChannelsFirstBackwardArgs& a
 
 std::string kernel_name(const ChannelsFirstBackwardArgs& args,
                         const ChannelsFirstBackwardPlan& plan) {
+  const std::string staged = plan.has_all(args.cols) ? "AllChannels" : "SomeChannels";
   return "fused_op::cuda::channels_first_backward_kernel<fused_op::cuda::ChannelsFirstBackwardOp" +
          joined({norm_name(args.kind), type(args.dtype), type(args.param_dtype), number(plan.pack),
-                 number(plan.lanes), number(plan.slices), flag(plan.some == args.cols),
+                 number(plan.lanes), number(plan.slices), "fused_op::cuda::" + staged,
                  flag(args.silu)}) +
          ">";
 }

@@ -8,8 +8,8 @@
 
 namespace fused_op::cuda {
 
-// Moves `count` channels of the tile whose first pixel is `tile` between global memory and shared
-// memory, where channels are kRowBytes apart. A copy moves a pack.
+// Moves `count` channels of the tile that begins with pixel `tile_row` between global memory and
+// shared memory, where channels are kRowBytes apart. A copy moves a pack.
 template <typename Op>
 class ChannelCopies {
   using E = typename Op::E;
@@ -20,14 +20,14 @@ class ChannelCopies {
   static_assert(kStep > 0);
 
  public:
-  __device__ __forceinline__ ChannelCopies(const ChannelsFirstBackwardArgs& args, std::int64_t tile,
-                                           std::int64_t first, int count)
+  __device__ __forceinline__ ChannelCopies(const ChannelsFirstBackwardArgs& args,
+                                           std::int64_t tile_row, std::int64_t first, int count)
       : row_(static_cast<int>(threadIdx.x) / kCopies),
         column_(static_cast<int>(threadIdx.x) % kCopies * Op::kPack),
-        live_(tile + column_ < args.rows),
+        live_(tile_row + column_ < args.rows),
         count_(count),
         step_(kStep * args.pixels),
-        element_(first_element(tile + column_, args.cols, args.pixels) +
+        element_(first_element(tile_row + column_, args.cols, args.pixels) +
                  (first + row_) * args.pixels) {}
 
   // Pixels past the last one become zeros.
@@ -132,7 +132,7 @@ class StagedTile {
         copied_(used_) {}
 
   // Starts to copy this tile and the next one, or those of them that are not on their way yet, and
-  // waits for this one. This is also a barrier.
+  // waits for this one; for_parts() copies some channels at a time. This is also a barrier.
   __device__ __forceinline__ void begin() {
     if constexpr (Op::kWhole) {
       bool first = copied_ == used_;
@@ -215,7 +215,7 @@ class StagedTile {
     });
   }
 
-  // The pixel that this thread owns as PixelExchange has it, and whether there is such a pixel.
+  // For an owner, of PixelExchange: the number of its pixel, and whether there is such a pixel.
   __device__ __forceinline__ std::int64_t own_row() const { return used_ + threadIdx.x; }
   __device__ __forceinline__ bool owns() const { return own_row() < args_.rows; }
 
@@ -235,14 +235,14 @@ class StagedTile {
     return reinterpret_cast<Pack<E, Op::N>*>(here_ + s * stream_bytes() + row * Op::kRowBytes +
                                              thread.lane * kVectorBytes);
   }
-  __device__ __forceinline__ void copy(std::int64_t tile, std::int64_t first, int count,
+  __device__ __forceinline__ void copy(std::int64_t tile_row, std::int64_t first, int count,
                                        unsigned char* to) const {
-    const ChannelCopies<Op> copies(args_, tile, first, count);
+    const ChannelCopies<Op> copies(args_, tile_row, first, count);
     copies.load(args_.x.data, to);
     copies.load(args_.grad_output.data, to + stream_bytes());
   }
-  // Calls each(first, count) for those channels that are in shared memory at once, with their
-  // barriers.
+  // Calls each(first, count) for the channels that are in shared memory at once: all, or one part
+  // after another, which it copies.
   template <typename Each>
   __device__ __forceinline__ void for_parts(const Each& each) const {
     if constexpr (Op::kWhole) {

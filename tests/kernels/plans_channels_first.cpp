@@ -84,7 +84,7 @@ const char* broken_rule(const ChannelsFirstBackwardPlan& plan, const Call& call,
   if (plan.threads() * plan.pack < tile) {
     return "too few threads to copy a channel";
   }
-  const bool whole = plan.some == call.channels;
+  const bool whole = plan.has_all(call.channels);
   if (plan.some < 1 || plan.some > call.channels || (!whole && plan.some % plan.slices != 0) ||
       plan.stages < 1 || plan.stages > (whole ? 2 : 1)) {
     return "channels without a slice, or some of a tile ahead";

@@ -16,7 +16,7 @@ from tests.kernels.test_run_kernels import needs_interpreter
 GROUPS = "group_norm_{0}_kernel<fused_op::cuda::GroupNormOp<fused_op::{1}, {2}>>"
 CHANNELS = (
     "channels_first_{0}_kernel<fused_op::cuda::ChannelsFirst{1}Op<"
-    "fused_op::LayerNorm, fused_op::{2}, fused_op::{2}, {3}>>"
+    "fused_op::LayerNorm, fused_op::{2}, {3}>>"
 )
 KERNELS = {  # header: names
     "cuda/forward_group_norm.cuh": [
@@ -28,15 +28,21 @@ KERNELS = {  # header: names
         GROUPS.format("backward", "Float16", "4, 2, false"),
     ],
     "cuda/forward_channels_first.cuh": [
-        CHANNELS.format("forward", "Forward", "BFloat16", "8, 2, 4, 16, 2, false"),
-        CHANNELS.format("forward", "Forward", "BFloat16", "4, 8, 1, 96, 3, false"),
-        CHANNELS.format("forward", "Forward", "Float16", "4, 8, 1, 96, 3, true"),
+        CHANNELS.format("forward", "Forward", *of)
+        for of in [
+            ("BFloat16", "fused_op::BFloat16, 8, 2, 4, 16, 2, false"),
+            ("BFloat16", "float, 4, 8, 1, 96, 3, false"),
+            ("Float16", "fused_op::Float16, 4, 8, 1, 96, 3, true"),
+        ]
     ],
     "cuda/backward_channels_first.cuh": [
-        CHANNELS.format("backward", "Backward", "BFloat16", "8, 8, 16, true, false"),
-        CHANNELS.format("backward", "Backward", "BFloat16", "8, 4, 64, true, true"),
-        CHANNELS.format("backward", "Backward", "Float16", "4, 4, 128, true, false"),
-        CHANNELS.format("backward", "Backward", "Float16", "8, 2, 128, false, false"),
+        CHANNELS.format("backward", "Backward", *of)
+        for of in [
+            ("BFloat16", "fused_op::BFloat16, 8, 8, 16, fused_op::cuda::AllChannels, false"),
+            ("BFloat16", "float, 8, 4, 64, fused_op::cuda::AllChannels, true"),
+            ("Float16", "fused_op::Float16, 4, 4, 128, fused_op::cuda::AllChannels, false"),
+            ("Float16", "float, 8, 2, 128, fused_op::cuda::SomeChannels, false"),
+        ]
     ],
 }
 

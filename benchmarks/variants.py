@@ -40,6 +40,7 @@ from .timing import GraphTimer, Timer, tensors_in
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 SAMPLES = 8
+GROUPS = 8  # of a gated norm with groups
 SHAPES = ((1048576, 128), (131072, 1024), (32768, 4096), (16384, 8192))
 
 
@@ -79,6 +80,21 @@ def _gated(name: str, fla: Callable[..., Any] | None, **options: Any) -> Variant
     twin = partial(reference.fused_gated_rms_norm, eps=1e-6, **options)
     functions = {"fused_op": ours, "torch.compile": _compiled(twin)}
     return Variant(name, functions | ({"FLA": fla} if fla else {}), 2, 1, 6, 10)
+
+
+def _grouped_gate(x: Tensor, gate: Tensor, weight: Tensor, function: Any, first: bool) -> Any:
+    """In GROUPS groups, as Mamba-2 has them."""
+    size = x.shape[-1] // GROUPS
+    return function(x, gate, weight, 1e-6, group_size=size, gate_first=first)
+
+
+def _gated_in_groups(name: str, first: bool) -> Variant:
+    ours, twin = (
+        partial(_grouped_gate, function=function, first=first)
+        for function in (fused_gated_rms_norm, reference.fused_gated_rms_norm)
+    )
+    functions = {"fused_op": ours, "torch.compile": _compiled(twin)}
+    return Variant(name, functions, 2, 1, 6, 10, SHAPES[1:])
 
 
 def _two_ops(input: Tensor, residual: Tensor, post_weight: Tensor, pre_weight: Tensor) -> Any:
@@ -181,6 +197,8 @@ VARIANTS = (
     _gated("gated_rms_norm, silu", partial(_fla_gated, "swish")),
     _gated("gated_rms_norm, sigmoid", partial(_fla_gated, "sigmoid"), activation="sigmoid"),
     _gated("gated_rms_norm, gate first", None, gate_first=True),
+    _gated_in_groups("gated_rms_norm, 8 groups", False),
+    _gated_in_groups("gated_rms_norm, 8 groups, gate first", True),
     Variant(
         "l2_norm",
         {

@@ -67,7 +67,8 @@ def allowance(call: dict, plan: dict) -> int:
         heavy = elements >= 24 or (call["dropout"] and elements >= 16)
         return 48 if heavy and not plan["few"] else 0
     if "pieces" in plan:
-        return 16 if (call["residual"] or call["dropout"]) and plan["move"] != 0 else 0
+        words = (call["residual"] or call["dropout"]) and plan["move"] != 0
+        return 16 if words or call["input"] == "f64" else 0
     mixed = len({call["input"], call["residual"] or call["input"], call["output"]}) > 1
     if call["dropout"]:
         some = (mixed and call["centred"]) or call["input"] == "f64"

@@ -65,6 +65,28 @@ def test_vectors_are_stored_whole(header, name):
     assert not words_side_by_side(ptx)
 
 
+@needs_interpreter
+@pytest.mark.parametrize(
+    "structs",
+    [
+        "Plain<T, false>, fused_op::GatedAffine<T, T, T, false, false, true, false>",
+        "GatedInput<T, T, false, false, false>, fused_op::GroupAffine<T, T, true>",
+    ],
+)
+def test_gradients_of_a_gated_norm_in_groups_are_stored_whole(structs):
+    """Those of input and gate; the sums for the weight, which a CTA stores once, need not be."""
+    structs = re.sub(r"\bT\b", "fused_op::BFloat16", structs)
+    vectors = 2
+    tile = f"<8, 32, {vectors}, 512, 1, 3, true, true, false, 512, false>"
+    name = (
+        "fused_op::cuda::backward_kernel<fused_op::cuda::BackwardOp<fused_op::RmsNorm, "
+        f"fused_op::{structs}, fused_op::cuda::Vectors>, fused_op::cuda::BackwardTile{tile}>"
+    )
+    headers = '#include "core/gated.h"\n#include "cuda/backward_rows.cuh"\n'
+    stores = re.findall(r"st\.global\.v4\.[bu]32", ptx_of(headers, name).decode())
+    assert len(stores) == 2 * vectors
+
+
 def test_finds_words_side_by_side():
     halves = "st.global.u32 \t[%rd1], %r1;\n st.global.u32 [%rd1+4], %r2;"
     assert words_side_by_side(halves) == ["%rd1"]

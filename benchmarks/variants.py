@@ -173,15 +173,25 @@ def _rope(
     return Variant(name, functions | more, 1, weights, *size, shapes, HEAD)
 
 
-def _images(function: Callable[..., Any], x: Tensor, *parameters: Tensor) -> Any:
-    """Of SAMPLES images: the memory of the rows, as planes."""
-    return function(x.view(SAMPLES, x.shape[1], -1), *parameters)
+def _images(function: Callable[..., Any], samples: int, x: Tensor, *parameters: Tensor) -> Any:
+    """Of so many images: the memory of the rows, as planes."""
+    return function(x.view(samples, x.shape[1], -1), *parameters)
 
 
 def _permuted(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
     rows = x.movedim(1, -1)
     y = torch.nn.functional.layer_norm(rows, weight.shape, weight, bias, 1e-6)
     return y.movedim(-1, 1).contiguous()
+
+
+def _channels_first(name: str, samples: int, shapes: tuple[tuple[int, int], ...]) -> Variant:
+    twin = reference.fused_channels_first_layer_norm
+    functions = {
+        "fused_op": partial(_images, fused_channels_first_layer_norm, samples),
+        "torch.compile": _compiled(partial(_images, twin, samples)),
+        "permuted": partial(_images, _permuted, samples),
+    }
+    return Variant(name, functions, 1, 2, 4, 6, shapes)
 
 
 def _grouped(function: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor) -> Any:
@@ -235,17 +245,14 @@ VARIANTS = (
         },
         rows=2, weights=0, forward_bytes=8, backward_bytes=12, entries=3,
     ),
-    Variant(
+    _channels_first(
         "channels_first_layer_norm",
-        {
-            "fused_op": partial(_images, fused_channels_first_layer_norm),
-            "torch.compile": _compiled(
-                partial(_images, reference.fused_channels_first_layer_norm)
-            ),
-            "permuted": partial(_images, _permuted),
-        },
-        rows=1, weights=2, forward_bytes=4, backward_bytes=6,
-        shapes=((802816, 96), (200704, 192), (50176, 384), (12544, 768)),
+        SAMPLES, ((802816, 96), (200704, 192), (50176, 384), (12544, 768)),
+    ),
+    # The stages of a ConvNeXt: 56x56, 28x28, 14x14 and 7x7 pixels.
+    _channels_first(
+        "channels_first_layer_norm, 64 images",
+        64, ((200704, 96), (50176, 192), (12544, 384), (3136, 768)),
     ),
     Variant(
         "group_norm, silu",

@@ -94,6 +94,17 @@ __device__ __forceinline__ void store_bytes_if(bool wanted, void* at, const std:
   }
 }
 
+// Makes the compiler forget what it knows of packs. Otherwise it would keep the unpacked elements,
+// in twice the registers, until it needs them again.
+template <typename Packs>
+__device__ __forceinline__ void stay_packed(Packs& packs) {
+  auto* const words = reinterpret_cast<std::uint32_t*>(&packs);
+#pragma unroll
+  for (int k = 0; k < static_cast<int>(sizeof(packs) / 4); ++k) {
+    asm volatile("" : "+r"(words[k]));
+  }
+}
+
 // Not `pack = {}`: NVRTC puts that temporary into global memory and loads it from there.
 template <typename T, int N>
 __device__ __forceinline__ void clear(Pack<T, N>& pack) {

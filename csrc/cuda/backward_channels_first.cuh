@@ -9,12 +9,62 @@
 
 namespace fused_op::cuda {
 
+// Weight and bias of a channel. If a whole tile is in shared memory, so are they.
+template <typename Op>
+struct TileParameters {
+  using A = typename Op::A;
+  using W = typename Op::W;
+
+  const ChannelParameters<Op> given;
+  W* kept;  // kept_parameters()
+  std::int64_t slots;
+
+  __device__ __forceinline__ TileParameters(const ChannelsFirstBackwardArgs& args, void* shared)
+      : given(args),
+        kept(static_cast<W*>(shared)),
+        slots(kept_parameters(args.cols, Op::kSlices, false)) {
+    if constexpr (Op::kWhole) {
+#pragma unroll 1
+      for (std::int64_t channel = threadIdx.x; channel < slots; channel += Op::kThreads) {
+        const bool exists = channel < args.cols;
+        keep(kept + channel, given.weight(channel, exists));
+        if constexpr (Op::kSilu) {
+          keep(kept + slots + channel, given.bias(channel, exists));
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ A weight(std::int64_t channel, bool exists) const {
+    return Op::kWhole ? of_kept(kept + channel) : given.weight(channel, exists);
+  }
+  __device__ __forceinline__ A bias(std::int64_t channel, bool exists) const {
+    if constexpr (!Op::kSilu) {
+      return A(0);
+    } else {
+      return Op::kWhole ? of_kept(kept + slots + channel) : given.bias(channel, exists);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static void keep(W* place, A value) {
+    const A values[1] = {value};
+    store_bytes<sizeof(W)>(place, rounded<W>(values).words);
+  }
+  __device__ __forceinline__ static A of_kept(const W* place) {
+    Pack<W, 1> pack;
+    memcpy(pack.words, place, sizeof(W));
+    A values[1];
+    to_values(pack, values);
+    return values[0];
+  }
+};
+
 // The sums of each channel over the pixels of a CTA's tiles, [2, partials_stride(channels)].
 template <typename Op>
 struct ChannelSums {
   using A = typename Op::A;
 
-  A* sums;  // in shared memory, or in the workspace
+  A* sums;  // in shared memory if a whole tile is there, else in the workspace
   std::int64_t stride;
 
   __device__ __forceinline__ void clear() const {
@@ -53,7 +103,7 @@ struct ChannelsFirstBackward {
   const PixelThread<Op>& thread;
   const StagedTile<Op>& tile;
   const PixelExchange<Op>& exchange;
-  ChannelParameters<Op> parameters;
+  const TileParameters<Op>& parameters;
   Normalizer<A> normalizers[N];
 
   // The values of a pixel that its owner shares: the fields of its Normalizer, and later its sums.
@@ -98,9 +148,6 @@ struct ChannelsFirstBackward {
       }
     }
   }
-  __device__ __forceinline__ A bias(std::int64_t channel, bool exists = true) const {
-    return Op::kSilu ? parameters.bias(channel, exists) : A(0);
-  }
 
   // The two sums of each pixel, and also those of each channel if `leaves`.
   __device__ __forceinline__ void add_up(const ChannelSums<Op>& channel_sums, bool leaves,
@@ -109,14 +156,15 @@ struct ChannelsFirstBackward {
     tile.read(thread, [&](std::int64_t channel, bool exists, const Pack<E, N>(&packs)[2]) {
       const A weight = parameters.weight(channel, exists);
       A xhat[N], dn[N];
-      normalize(packs, weight, bias(channel, exists), xhat, dn);
+      normalize(packs, weight, parameters.bias(channel, exists), xhat, dn);
       A of_channel[2] = {};
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         of_channel[0] = multiply_add(dn[j], xhat[j], of_channel[0]);
         of_channel[1] += dn[j];
         const A wdy = dn[j] * weight;
-        sums[kOfWdyXhat][j] = multiply_add(wdy, xhat[j], sums[kOfWdyXhat][j]);
+        const A met = exists ? xhat[j] : A(0);  // zeros may have an infinite x̂, if the mean is huge
+        sums[kOfWdyXhat][j] = multiply_add(wdy, met, sums[kOfWdyXhat][j]);
         sums[kOfWdy][j] += wdy;
       }
       if (leaves) {
@@ -131,9 +179,9 @@ struct ChannelsFirstBackward {
   __device__ __forceinline__ void write(const A (&totals)[2][N]) const {
     const A inverse = reciprocal(static_cast<A>(args.cols));
     const auto gradient = [&](std::int64_t channel, const Pack<E, N>(&packs)[2]) {
-      const A weight = parameters.weight(channel);
+      const A weight = parameters.weight(channel, true);
       A xhat[N], dn[N];
-      normalize(packs, weight, bias(channel), xhat, dn);
+      normalize(packs, weight, parameters.bias(channel, true), xhat, dn);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         const Pullback<Norm, A> pullback({totals[kOfWdyXhat][j], totals[kOfWdy][j]}, normalizers[j],
@@ -146,47 +194,46 @@ struct ChannelsFirstBackward {
   }
 };
 
-// block: Op::kThreads. Shared memory: tiles, exchanged_values(), and the sums of channels if
-// steps.keeps_sums. partials: null, or [CTAs, 2, partials_stride(channels)].
+// block: Op::kThreads. Shared memory: tiles and exchanged_values(), and beside a whole tile the
+// sums of channels and kept_parameters(). partials: null, or [CTAs, 2, partials_stride(channels)].
 template <typename Op>
 __global__ void __launch_bounds__(Op::kThreads, Op::kCtasPerSm)
     channels_first_backward_kernel(const __grid_constant__ ChannelsFirstBackwardArgs args,
                                    const __grid_constant__ ChannelsFirstBackwardSteps steps,
                                    typename Op::A* partials) {
   using A = typename Op::A;
-  using W = typename Op::W;
   extern __shared__ __align__(128) unsigned char shared[];
   const PixelThread<Op> thread;
   await_kernels_before();
   StagedTile<Op> tile(args, steps, shared);
+  tile.copy_ahead();
   A* const exchanged = reinterpret_cast<A*>(shared + steps.stages * 2 * steps.some * Op::kRowBytes);
+  A* const sums = exchanged + exchanged_values(Op::kTile, Op::kWarps);
   const PixelExchange<Op> exchange(exchanged, thread);
   const std::int64_t stride = partials_stride(args.cols);
   A* const row = partials + blockIdx.x * 2 * stride;
-  const ChannelSums<Op> channel_sums{
-      steps.keeps_sums ? exchanged + exchanged_values(Op::kTile, Op::kWarps) : row, stride};
+  const ChannelSums<Op> channel_sums{Op::kWhole ? sums : row, stride};
   if (partials != nullptr) {
     channel_sums.clear();
   }
-  ChannelsFirstBackward<Op> backward{
-      args,
-      thread,
-      tile,
-      exchange,
-      {static_cast<const W*>(args.weight), static_cast<const W*>(args.bias)},
-      {}};
+  const TileParameters<Op> parameters(args, partials != nullptr ? sums + 2 * stride : sums);
+  ChannelsFirstBackward<Op> backward{args, thread, tile, exchange, parameters, {}};
 #pragma unroll 1
-  do {
+  for (;;) {
     backward.share_normalizers();
-    tile.begin();
+    tile.await();
     backward.take_normalizers();
     A totals[2][Op::N];
     backward.add_up(channel_sums, partials != nullptr, totals);
     if (args.grad_input.data != nullptr) {
       backward.write(totals);
     }
-  } while (tile.next());
-  if (partials != nullptr && steps.keeps_sums) {
+    if (!tile.next()) {
+      break;
+    }
+    tile.copy_ahead();
+  }
+  if (Op::kWhole && partials != nullptr) {
     channel_sums.copy_to(row);
   }
 }

@@ -6,6 +6,13 @@
 
 namespace fused_op::cuda {
 
+// y = x̂ · weight + bias.
+template <typename A>
+struct alignas(2 * sizeof(A)) ChannelAffine {
+  A weight;
+  A bias;
+};
+
 // Weight and bias of a channel. If absent, they are 1 and -0, which change nothing, not even the
 // sign of a zero. They are not read for a channel that does not exist.
 template <typename Op>
@@ -15,6 +22,10 @@ struct ChannelParameters {
 
   const W* weights;
   const W* biases;
+
+  template <typename Args>
+  __device__ __forceinline__ explicit ChannelParameters(const Args& args)
+      : weights(static_cast<const W*>(args.weight)), biases(static_cast<const W*>(args.bias)) {}
 
   __device__ __forceinline__ static A read(const W* from, std::int64_t channel, bool exists,
                                            A absent) {
@@ -33,6 +44,9 @@ struct ChannelParameters {
   }
   __device__ __forceinline__ A bias(std::int64_t channel, bool exists = true) const {
     return read(biases, channel, exists, A(-0.0));
+  }
+  __device__ __forceinline__ ChannelAffine<A> both(std::int64_t channel) const {
+    return {weight(channel), bias(channel)};
   }
 };
 

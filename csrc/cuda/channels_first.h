@@ -43,25 +43,25 @@ constexpr int kFoldedChannels = 32;
 // channels of one slice: in every `slices`-th one. The order of every sum over channels follows
 // from the slices, and these from the number of channels alone.
 struct ChannelsFirstBackwardPlan {
-  int pack;           // pixels that one copy moves, as addresses allow
-  int lanes;          // threads side by side in a tile
-  int slices;         // of the channels
-  int stages;         // tiles in shared memory; with two, one is copied while the other is in use
-  std::int64_t some;  // channels in shared memory at once: all, or as many as there is room for
-  bool keeps_sums;    // of channels in shared memory, else in the workspace
+  int pack;    // pixels that one copy moves, as addresses allow
+  int lanes;   // threads side by side in a tile
+  int slices;  // of the channels
+  int stages;  // tiles in shared memory; with two, one is copied while the other is in use
+  // In shared memory are all channels of a tile at once, their parameters and sums; or as many
+  // channels as there is room for, and nothing but them.
+  bool whole;
+  std::int64_t some;  // channels at once
   std::int64_t ctas;
   std::int64_t shared_bytes;
   std::int64_t partials_bytes = 0;  // one row for each CTA; 0: no gradient needs it
 
   int threads() const { return lanes * slices; }
-  bool has_all(std::int64_t channels) const { return some == channels; }  // at once
 };
 
 // The part of a plan that kernels read at run time.
 struct ChannelsFirstBackwardSteps {
   std::int64_t some;
   int stages;
-  bool keeps_sums;
 };
 
 // The threads of an SM in backward: 80 registers suffice for each, but not if elements of 16 bits
@@ -75,6 +75,12 @@ FUSED_OP_HD constexpr int backward_threads(int element_bytes, int pack, bool sil
 // threads share at once, at most.
 constexpr int kPixelSums = 2;
 constexpr int kPixelValues = 3;
+
+// How many parameters of channels are in shared memory: the weight, and with silu the bias, of
+// every channel that a slice could have.
+FUSED_OP_HD constexpr std::int64_t kept_parameters(std::int64_t channels, int slices, bool silu) {
+  return (channels + slices - 1) / slices * slices * (silu ? 2 : 1);
+}
 
 // How many values of a tile its threads exchange: those, and the sums of each warp.
 FUSED_OP_HD constexpr int exchanged_values(int tile, int warps) {

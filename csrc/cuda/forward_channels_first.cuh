@@ -14,13 +14,15 @@ struct ChannelsFirstForward {
   using A = typename Op::A;
   using E = typename Op::E;
   using Norm = typename Op::Norm;
-  using Sums = WarpSums<Op, Norm::kCentered ? 2 : 1>;
+  enum Values { kOfSquares, kOfDeviations, kOfMean };
+  using Sums = WarpSums<Op, Norm::kCentered ? 3 : 1>;
   static constexpr int N = Op::N;
 
   const ChannelsFirstForwardArgs& args;
   const PixelPlace<Op>& place;
-  const Channels<Op, kKept>& x;
+  Channels<Op, kKept>& x;
   const Sums& sums;
+  const ChannelAffine<A>* kept_affines;  // of this warp, if the tile is kept
 
   // Finds the moments of each pixel as moments_of_lanes() of forward_rows.cuh does.
   __device__ __forceinline__ void find_moments(A scale, bool refined,
@@ -33,10 +35,12 @@ struct ChannelsFirstForward {
     if constexpr (Norm::kCentered) {
       add_mean(scale, inverse, moments);
       if (refined) {
+        Sums::barrier(place);
         add_mean(scale, inverse, moments);
       }
     }
     constexpr int kValues = Norm::kCentered ? 2 : 1;
+    x.stay_packed();
     A totals[kValues][N] = {};
     add_channels<Op, kKept>(place, totals, [&](int i, A(&parts)[kValues][N]) {
       A values[N];
@@ -50,7 +54,7 @@ struct ChannelsFirstForward {
         }
       }
     });
-    sums.add(place, totals);
+    sums.template add<kOfSquares>(place, totals);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       moments[j].second = totals[0][j];
@@ -70,7 +74,7 @@ struct ChannelsFirstForward {
         parts[0][j] += multiply_add(values[j], scale, -moments[j].mean);
       }
     });
-    sums.add(place, totals);
+    sums.template add<kOfMean>(place, totals);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       moments[j].mean += totals[0][j] * inverse;
@@ -100,17 +104,17 @@ struct ChannelsFirstForward {
                    args.rows);
       }
     }
-    const ChannelParameters<Op> parameters{static_cast<const typename Op::W*>(args.weight),
-                                           static_cast<const typename Op::W*>(args.bias)};
+    const ChannelParameters<Op> parameters(args);
     const PixelPlace<Op> target = place.again();
+    x.stay_packed();
     for_channels<Op, kKept>(place, [&](int i) {
-      const A weight = parameters.weight(place.channel(i));
-      const A bias = parameters.bias(place.channel(i));
+      const ChannelAffine<A> affine = kKept ? kept_affines[i] : parameters.both(place.channel(i));
       A values[N];
       x.get(i, values);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        const A n = multiply_add(Norm::normalized(values[j], normalizers[j]), weight, bias);
+        const A xhat = Norm::normalized(values[j], normalizers[j]);
+        const A n = multiply_add(xhat, affine.weight, affine.bias);
         values[j] = Op::kSilu ? silu<E>(n).value : n;
       }
       store_bytes_if<sizeof(E) * N>(place.live,
@@ -126,13 +130,15 @@ struct ChannelsFirstForward {
 template <typename Op>
 __device__ __noinline__ void finish_untrusted_pixels(
     const ChannelsFirstForwardArgs& args, typename ChannelsFirstForward<Op, false>::Sums sums) {
+  using Forward = ChannelsFirstForward<Op, false>;
   using A = typename Op::A;
   constexpr int N = Op::N;
   const PixelPlace<Op> place(args);
-  const Channels<Op, false> x(args.input.data, place);
-  const ChannelsFirstForward<Op, false> forward{args, place, x, sums};
+  Channels<Op, false> x(args.input.data, place);
+  const Forward forward{args, place, x, sums, nullptr};
   Moments<A> moments[N];
   A scales[N];
+  Forward::Sums::barrier(place);  // all have read the sums
   forward.find_moments(A(1), false, moments);
 #pragma unroll
   for (int j = 0; j < N; ++j) {
@@ -142,6 +148,7 @@ __device__ __noinline__ void finish_untrusted_pixels(
   for (int attempt = 0; attempt < 2; ++attempt) {
     const A scale = attempt == 0 ? A(1) : Limits<A>::kScale;
     Moments<A> refined[N];
+    Forward::Sums::barrier(place);
     forward.find_moments(scale, true, refined);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
@@ -163,11 +170,15 @@ __global__ void __launch_bounds__(Op::kThreads, Op::kCtasPerSm)
   using A = typename Op::A;
   using Forward = ChannelsFirstForward<Op, Op::kKept>;
   __shared__ typename Forward::Sums::Shared shared;
+  __shared__ ChannelAffine<A> affines[Op::kWarps][Op::kKept ? Op::kEach : 1];
   const PixelPlace<Op> place(args);
   await_kernels_before();
-  const Channels<Op, Op::kKept> x(args.input.data, place);
+  Channels<Op, Op::kKept> x(args.input.data, place);
+  if constexpr (Op::kKept) {
+    keep_affines<Op>(args, affines);
+  }
   const typename Forward::Sums sums{shared};
-  const Forward forward{args, place, x, sums};
+  const Forward forward{args, place, x, sums, affines[place.warp]};
   Moments<A> moments[Op::N];
   forward.find_moments(A(1), false, moments);
   // Every warp of a group decides the same, because all have the same moments.

@@ -23,7 +23,7 @@ KernelKey key_of(const ChannelsFirstForwardArgs& args, const ChannelsFirstPlan& 
 }
 KernelKey key_of(const ChannelsFirstBackwardArgs& args, const ChannelsFirstBackwardPlan& plan) {
   return key_of(KernelKind::kChannelsFirstBackward, args)
-      .add(plan.has_all(args.cols), 1)
+      .add(plan.whole, 1)
       .add(bits(plan.pack), 4)
       .add(bits(plan.lanes), 6)
       .add(bits(plan.slices), 8)
@@ -71,7 +71,7 @@ void launch_channels_first(const ChannelsFirstBackwardArgs& args, const DeviceIn
   const bool sums = plan.partials_bytes > 0;
   const Kernel* const adder = sums ? &add_partials_kernel(spec, device) : nullptr;
   const void* const partials = sums ? args.workspace : nullptr;
-  const ChannelsFirstBackwardSteps steps{plan.some, plan.stages, plan.keeps_sums};
+  const ChannelsFirstBackwardSteps steps{plan.some, plan.stages};
   const LaunchShape shape{.grid = dim3(static_cast<unsigned>(plan.ctas)),
                           .block = dim3(static_cast<unsigned>(plan.threads())),
                           .shared_bytes = plan.shared_bytes};

@@ -72,17 +72,6 @@ __device__ __forceinline__ LongLane<Tile::kStep, kKeep> lane_of_part(std::int64_
   return {part * Tile::kPartCols + lane * Tile::kPack, width};
 }
 
-// Makes the compiler forget what it knows of packs. Otherwise it would keep the unpacked elements,
-// in twice the registers, until it needs them again.
-template <typename Packs>
-__device__ __forceinline__ void stay_packed(Packs& packs) {
-  auto* const words = reinterpret_cast<std::uint32_t*>(&packs);
-#pragma unroll
-  for (int k = 0; k < static_cast<int>(sizeof(packs) / 4); ++k) {
-    asm volatile("" : "+r"(words[k]));
-  }
-}
-
 // Calls add(x - from, terms) for a lane's elements of a part and adds the terms to the totals, in
 // one short chain of sums for each pack. packs[i] is pack i.
 template <bool kWhole, int N, int kVectors, typename Lane, typename Packs, typename A, int kTerms,

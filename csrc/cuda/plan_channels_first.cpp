@@ -11,18 +11,23 @@ namespace {
 
 constexpr int kMaxWarps = 16;       // of a group
 constexpr int kLeastWarps = 8;      // of a CTA
-constexpr int kFewestCtas = 2;      // of an SM: wide packs are used only if they leave this many
+constexpr int kMostPack = 4;        // pixels
 constexpr int kLeastBytes = 4;      // of a pack, unless addresses allow only fewer
 constexpr int kReadAgainBytes = 8;  // of a pack of channels that are not kept
-// How many words a thread with 128 registers may keep and compute with. Beyond the second number,
-// narrower packs and more threads are faster.
-constexpr int kMostWords = 56;
-constexpr int kMostWideWords = 48;
-constexpr int kValues = 4;  // of a pixel, in registers
+
+// How many words of pixels a thread keeps if an SM has so many threads. H200, bf16, LayerNorm,
+// share of copy with packs of two and of four pixels: with 1024 threads 0.82 0.85 at 64x128x3136
+// (16 and 32 words), 0.79 0.85 at 256x320x784 (20 and 40), 0.60 at 64x512x196 (32); with 512
+// threads 0.48 0.55 there (32 and 64), 0.55 0.64 at 256x768x196 (48 and 96).
+struct Room {
+  int threads;
+  int words;
+};
+constexpr Room kRooms[] = {{1024, 40}, {512, 96}};
 
 // The warps of a group. The order of sums follows from them, so they depend on the channels alone.
 int warps_of(std::int64_t channels) {
-  int warps = 1;
+  int warps = channels > 8 ? 2 : 1;  // 16 channels in one warp would spill
   while (warps < kMaxWarps && channels > 16 * warps) {
     warps *= 2;
   }
@@ -45,47 +50,38 @@ bool allows(const Call& call, int pack) {
 std::int64_t tiles_of(const Call& call, int pack) {
   return ceil_div(call.rows, std::int64_t{kWarpSize} * pack);
 }
+// Of the pixels of a lane. Packs of 2 bytes count as 3, because two share a word.
 std::int64_t words_of(const Call& call, int pack, int warps) {
-  const std::int64_t each = ceil_div(call.channels, warps);
-  const int words = std::max(pack * size_of(call.dtype) / 4, 1);
-  const int value_words = call.dtype == DType::kFloat64 ? 2 : 1;
-  return each * words + kValues * pack * value_words;
+  return ceil_div(ceil_div(call.channels, warps) * std::max(pack * size_of(call.dtype), 3), 4);
 }
-
-// The threads of an SM that have registers for so many words. H200, bf16, LayerNorm, share of copy
-// with 512, 768 and 1024: 0.63 0.75 0.84 at 80 channels (36 words), 0.72 0.83 0.77 at 96 (40), 0.79
-// 0.75 0.54 at 64 (48).
-int threads_for(std::int64_t words) { return words <= 36 ? 1024 : words <= 40 ? 768 : 512; }
 
 ChannelsFirstPlan plan_of(const Call& call, const DeviceInfo& device) {
   ChannelsFirstPlan plan{};
   plan.warps = warps_of(call.channels);
   plan.groups = std::max(kLeastWarps / plan.warps, 1);
-  const int size = size_of(call.dtype);
-  const auto is_wide = [&](int pack) {
-    return !allows(call, pack) || (pack * size > kLeastBytes &&
-                                   tiles_of(call, pack) < std::int64_t{kFewestCtas} * plan.groups *
-                                                              device.multiprocessors);
-  };
-  int pack = kVectorBytes / size;
-  while (pack > 1 && (is_wide(pack) || (pack * size > kLeastBytes &&
-                                        words_of(call, pack, plan.warps) > kMostWideWords))) {
-    pack /= 2;
-  }
-  const int threads = kWarpSize * plan.warps * plan.groups;
-  const std::int64_t words = words_of(call, pack, plan.warps);
-  if (words <= kMostWords) {
-    plan.channels = static_cast<int>(call.channels);
-    plan.ctas_per_sm = threads_for(words) / threads;
-  } else {
-    plan.ctas_per_sm = kThreadsReadingAgain / threads;
-    pack = std::max(kReadAgainBytes / size, 1);
-    while (pack > 1 && is_wide(pack)) {
+  const int size = size_of(call.dtype), threads = kWarpSize * plan.warps * plan.groups;
+  const int least = std::max(kLeastBytes / size, 1);
+  const std::int64_t groups = std::int64_t{plan.groups} * device.multiprocessors;
+  // The widest pack, up to `pack`, that leaves so many tiles. With fewer, SMs would be idle.
+  const auto widest = [&](int pack, std::int64_t tiles) {
+    while (pack > 1 && (!allows(call, pack) || (pack > least && tiles_of(call, pack) < tiles))) {
       pack /= 2;
     }
+    return pack;
+  };
+  plan.pack = widest(std::max(kReadAgainBytes / size, 1), 2 * groups);
+  plan.ctas_per_sm = kThreadsReadingAgain / threads;
+  const int most = widest(std::min(kMostPack, kVectorBytes / size), (groups + 1) / 2);
+  for (const Room& room : kRooms) {
+    for (int pack = most; pack >= std::min(least, most) && plan.channels == 0; pack /= 2) {
+      if (words_of(call, pack, plan.warps) <= room.words) {
+        plan.channels = static_cast<int>(call.channels);
+        plan.pack = pack;
+        plan.ctas_per_sm = room.threads / threads;
+      }
+    }
   }
-  plan.pack = pack;
-  plan.ctas = ceil_div(tiles_of(call, pack), plan.groups);
+  plan.ctas = ceil_div(tiles_of(call, plan.pack), plan.groups);
   return plan;
 }
 

@@ -30,6 +30,7 @@ int slices_of(std::int64_t channels) {
 // A call as a plan sees it.
 struct Call {
   DType dtype;
+  DType param_dtype;
   std::int64_t rows;
   std::int64_t channels;
   std::int64_t pixels;
@@ -80,10 +81,13 @@ void fit_shared(ChannelsFirstBackwardPlan& plan, const Call& call, int most_lane
   const auto room = [&](int lanes) {
     return most_dynamic_shared(device) - exchange_bytes(call, lanes, plan.slices);
   };
-  const std::int64_t sums = call.sums * call.accumulator_bytes();
+  const std::int64_t parameters = kept_parameters(call.channels, plan.slices, call.silu);
+  const std::int64_t kept =  // beside a whole tile
+      call.sums * call.accumulator_bytes() + parameters * size_of(call.param_dtype);
+  plan.whole = true;
   plan.some = call.channels;
   const auto fits = [&](bool alone) {  // whether one CTA may be alone on its SM with one tile
-    const std::int64_t bytes = tile_bytes(plan.lanes) + sums;
+    const std::int64_t bytes = tile_bytes(plan.lanes) + kept;
     if (plan.threads() < kWarpSize || bytes > room(plan.lanes)) {
       return false;
     }
@@ -94,7 +98,6 @@ void fit_shared(ChannelsFirstBackwardPlan& plan, const Call& call, int most_lane
         with_two <= most_dynamic_shared(device) && ctas_of_sm(plan, call, with_two, device) == ctas;
     plan.stages = fits_two ? 2 : 1;
     plan.shared_bytes = fits_two ? with_two : plan.shared_bytes;
-    plan.keeps_sums = sums > 0;
     return fits_two || ctas > 1 || alone;
   };
   for (const bool alone : {false, true}) {
@@ -104,11 +107,11 @@ void fit_shared(ChannelsFirstBackwardPlan& plan, const Call& call, int most_lane
       }
     }
   }
+  plan.whole = false;
   plan.stages = 1;
   plan.lanes = most_lanes;
   const std::int64_t slice_bytes = tile_bytes(plan.lanes) / call.channels * plan.slices;
   plan.some = room(plan.lanes) / slice_bytes * plan.slices;
-  plan.keeps_sums = false;
   plan.shared_bytes =
       plan.some / plan.slices * slice_bytes + exchange_bytes(call, plan.lanes, plan.slices);
 }
@@ -137,6 +140,7 @@ ChannelsFirstBackwardPlan plan_channels_first(const ChannelsFirstBackwardArgs& a
   const std::int64_t row = 2 * partials_stride(args.cols);
   ChannelsFirstBackwardPlan plan =
       plan_of({.dtype = args.dtype,
+               .param_dtype = args.param_dtype,
                .rows = args.rows,
                .channels = args.cols,
                .pixels = args.pixels,
@@ -153,7 +157,7 @@ ChannelsFirstBackwardPlan plan_channels_first(const ChannelsFirstBackwardArgs& a
 
 std::string kernel_name(const ChannelsFirstBackwardArgs& args,
                         const ChannelsFirstBackwardPlan& plan) {
-  const std::string staged = plan.has_all(args.cols) ? "AllChannels" : "SomeChannels";
+  const std::string staged = plan.whole ? "AllChannels" : "SomeChannels";
   return "fused_op::cuda::channels_first_backward_kernel<fused_op::cuda::ChannelsFirstBackwardOp" +
          joined({norm_name(args.kind), type(args.dtype), type(args.param_dtype), number(plan.pack),
                  number(plan.lanes), number(plan.slices), "fused_op::cuda::" + staged,

@@ -16,7 +16,9 @@ class ChannelCopies {
   static constexpr int kBytes = Op::kPack * static_cast<int>(sizeof(E));
   static constexpr int kCopies = Op::kTile / Op::kPack;  // of a channel
   static constexpr int kStep = Op::kThreads / kCopies;   // channels that are copied at once
-  static constexpr int kTogether = 8;                    // loads, before the first is waited for
+  // Loads, before the first is waited for: from shared memory, or of 2 bytes.
+  static constexpr int kTogether = 8;
+  static constexpr int kHalvesTogether = 24;
   static_assert(kStep > 0);
 
  public:
@@ -88,15 +90,15 @@ class ChannelCopies {
   // Of 2 bytes, which cp.async does not copy.
   __device__ __forceinline__ void load_together(const E* source, unsigned char* to) const {
 #pragma unroll 1
-    for (int row = row_; row < count_; row += kTogether * kStep) {
-      std::uint32_t halves[kTogether];
+    for (int row = row_; row < count_; row += kHalvesTogether * kStep) {
+      std::uint32_t halves[kHalvesTogether];
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
+      for (int k = 0; k < kHalvesTogether; ++k) {
         load_half_if(row + k * kStep < count_, source, &halves[k]);
         source += step_;
       }
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
+      for (int k = 0; k < kHalvesTogether; ++k) {
         if (row + k * kStep < count_) {
           store_bytes<2>(to, &halves[k]);
         }
@@ -131,9 +133,9 @@ class StagedTile {
         used_(std::int64_t{blockIdx.x} * Op::kTile),
         copied_(used_) {}
 
-  // Starts to copy this tile and the next one, or those of them that are not on their way yet, and
-  // waits for this one; for_parts() copies some channels at a time. This is also a barrier.
-  __device__ __forceinline__ void begin() {
+  // Starts to copy this tile and the next one, or those of them that are not on their way yet;
+  // for_parts() copies some channels at a time.
+  __device__ __forceinline__ void copy_ahead() {
     if constexpr (Op::kWhole) {
       bool first = copied_ == used_;
 #pragma unroll 1
@@ -148,6 +150,11 @@ class StagedTile {
         }
         first = false;
       }
+    }
+  }
+  // Waits for this tile. It is also a barrier.
+  __device__ __forceinline__ void await() const {
+    if constexpr (Op::kWhole) {
       if (steps_.stages == 2) {
         await_copies<1>();
       } else {
@@ -186,13 +193,21 @@ class StagedTile {
       }
     });
   }
-  // Stores each(channel, packs) of all channels. Narrow packs go by way of shared memory, so that
-  // neighbouring threads store neighbouring pixels.
+  // Stores each(channel, packs) of all channels. Packs of less than 8 bytes go by way of shared
+  // memory, so that neighbouring threads store neighbouring pixels.
   template <typename Each>
   __device__ __forceinline__ void write(const PixelThread<Op>& thread, void* to,
                                         const Each& each) const {
+    // Each pack may belong to another sample.
+    constexpr int kPacks = Op::N / Op::kPack;
+    constexpr bool kDirect = kPacks <= 2;
     const std::int64_t pixel = used_ + thread.lane * Op::N;
-    E* const target = static_cast<E*>(to) + first_element(pixel, args_.cols, args_.pixels);
+    E* targets[kDirect ? kPacks : 1];
+#pragma unroll
+    for (int k = 0; kDirect && k < kPacks; ++k) {
+      targets[k] =
+          static_cast<E*>(to) + first_element(pixel + k * Op::kPack, args_.cols, args_.pixels);
+    }
     for_parts([&](std::int64_t first, int count) {
 #pragma unroll 2
       for (int mine = thread.slice; mine < count; mine += Op::kSlices) {
@@ -202,13 +217,18 @@ class StagedTile {
           packs[s] = *place(thread, s, mine);
         }
         const Pack<E, Op::N> result = each(first + mine, packs);
-        if constexpr (Op::kPack < Op::N) {
+        if constexpr (!kDirect) {
           *place(thread, 0, mine) = result;
         } else {
-          store_if(pixel < args_.rows, target + (first + mine) * args_.pixels, result.words);
+          constexpr int kWords = kVectorBytes / 4 / kPacks;
+#pragma unroll
+          for (int k = 0; k < kPacks; ++k) {
+            store_if<kWords>(pixel + k * Op::kPack < args_.rows,
+                             targets[k] + (first + mine) * args_.pixels, result.words + k * kWords);
+          }
         }
       }
-      if constexpr (Op::kPack < Op::N) {
+      if constexpr (!kDirect) {
         __syncthreads();
         ChannelCopies<Op>(args_, used_, first, count).store(here_, to);
       }

@@ -16,12 +16,12 @@ constexpr std::int64_t kMostCtas = (std::int64_t{1} << 31) - 1;
 struct Call {
   DType dtype;
   std::int64_t samples, channels, pixels;
-  std::uintptr_t offset;  // bytes from an aligned address
+  std::uintptr_t offset;  // bytes from an aligned address; of one tensor, as others are aligned
 };
 
 // The first rule that the plan breaks, or null.
 const char* broken_rule(const ChannelsFirstPlan& plan, const Call& call, int warps) {
-  constexpr int kValues = 2;  // that a CTA exchanges for each pixel
+  constexpr int kValues = 3;  // that a CTA exchanges for each pixel
   const std::int64_t size = size_of(call.dtype), bytes = plan.pack * size;
   const std::int64_t accumulator = call.dtype == DType::kFloat64 ? 8 : 4;
   const std::int64_t tile = kWarpSize * plan.pack;
@@ -45,7 +45,8 @@ const char* broken_rule(const ChannelsFirstPlan& plan, const Call& call, int war
   if (plan.ctas_per_sm < 1 || plan.ctas_per_sm * threads > 1024) {
     return "CTAs of an SM";
   }
-  if (plan.groups * kValues * plan.warps * tile * accumulator > kMostShared) {
+  const std::int64_t parameters = 2 * (plan.channels + plan.warps) * accumulator;
+  if (plan.groups * kValues * plan.warps * tile * accumulator + parameters > kMostShared) {
     return "too much shared memory";
   }
   const std::int64_t of_cta = plan.groups * tile, rows = call.samples * call.pixels;
@@ -64,7 +65,7 @@ bool is_power_of_two(int value) {
 
 // The same for backward. `sums`: values that a CTA keeps for all of its tiles, if there is room.
 const char* broken_rule(const ChannelsFirstBackwardPlan& plan, const Call& call, int slices,
-                        std::int64_t sums, const DeviceInfo& device) {
+                        std::int64_t sums, bool silu, const DeviceInfo& device) {
   const std::int64_t size = size_of(call.dtype), bytes = plan.pack * size;
   const std::int64_t accumulator = call.dtype == DType::kFloat64 ? 8 : 4;
   const std::int64_t row = plan.lanes * kVectorBytes, tile = row / size;
@@ -84,14 +85,14 @@ const char* broken_rule(const ChannelsFirstBackwardPlan& plan, const Call& call,
   if (plan.threads() * plan.pack < tile) {
     return "too few threads to copy a channel";
   }
-  const bool whole = plan.has_all(call.channels);
-  if (plan.some < 1 || plan.some > call.channels || (!whole && plan.some % plan.slices != 0) ||
-      plan.stages < 1 || plan.stages > (whole ? 2 : 1)) {
+  if (plan.some < 1 || plan.some > call.channels || (!plan.whole && plan.some % plan.slices != 0) ||
+      plan.stages < 1 || plan.stages > (plan.whole ? 2 : 1)) {
     return "channels without a slice, or some of a tile ahead";
   }
   const std::int64_t exchange =
       exchanged_values(static_cast<int>(tile), plan.threads() / kWarpSize) * accumulator;
-  const std::int64_t kept = plan.keeps_sums ? sums * accumulator : 0;
+  const std::int64_t kept =
+      plan.whole ? sums * accumulator + kept_parameters(call.channels, slices, silu) * size : 0;
   if (plan.shared_bytes < plan.stages * 2 * plan.some * row + exchange + kept ||
       plan.shared_bytes > most_dynamic_shared(device)) {
     return "shared memory";
@@ -104,13 +105,13 @@ const char* broken_rule(const ChannelsFirstBackwardPlan& plan, const Call& call,
 }
 
 const char* broken_backward(const ChannelsFirstBackwardPlan& plan, const Call& call, int slices,
-                            bool sums, const DeviceInfo& device) {
+                            bool sums, bool silu, const DeviceInfo& device) {
   const std::int64_t accumulator = call.dtype == DType::kFloat64 ? 8 : 4;
   const std::int64_t row = sums ? 2 * ((call.channels + 7) / 8 * 8) : 0;
   if (plan.partials_bytes != plan.ctas * row * accumulator) {
     return "other partial sums than CTAs";
   }
-  return broken_rule(plan, call, slices, row, device);
+  return broken_rule(plan, call, slices, row, silu, device);
 }
 
 template <typename Args>
@@ -125,9 +126,13 @@ Args args_of(const Call& call) {
 }
 
 void walk(const Call& call, int warps, int slices, const DeviceInfo& device) {
-  const void* const data = reinterpret_cast<const void*>(std::uintptr_t{1} << 20 | call.offset);
+  const auto address = [&](bool moved) {
+    return reinterpret_cast<void*>(std::uintptr_t{1} << 20 | (moved ? call.offset : 0));
+  };
   auto forward = args_of<ChannelsFirstForwardArgs>(call);
-  forward.input.data = data;
+  const long long turn = counts.walked / 4;  // of the tensors to have the offset
+  forward.input.data = address(turn % 2 == 0);
+  forward.output.data = address(turn % 2 == 1);
   const auto check = [&](const char* rule, const char* name) {
     ++counts.walked;
     if (rule != nullptr) {
@@ -137,10 +142,12 @@ void walk(const Call& call, int warps, int slices, const DeviceInfo& device) {
   check(broken_rule(plan_channels_first(forward, device), call, warps), "channels first");
   for (const auto& [sums, silu] : {std::pair{false, false}, {true, false}, {true, true}}) {
     auto backward = args_of<ChannelsFirstBackwardArgs>(call);
-    backward.x.data = data;
+    backward.x.data = address(counts.walked % 3 == 0);
+    backward.grad_output.data = address(counts.walked % 3 == 1);
+    backward.grad_input.data = address(counts.walked % 3 == 2);
     backward.silu = silu;
     backward.grad_weight = sums ? &backward : nullptr;  // only whether it is null counts
-    check(broken_backward(plan_channels_first(backward, device), call, slices, sums, device),
+    check(broken_backward(plan_channels_first(backward, device), call, slices, sums, silu, device),
           silu   ? "channels first backward, silu"
           : sums ? "channels first backward, sums"
                  : "channels first backward");

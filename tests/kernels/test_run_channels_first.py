@@ -102,6 +102,7 @@ def make_inputs(call: Call) -> tuple[dict[str, Tensor], Tensor]:
         x[0, :, 1], x[0, :, 2], x[-1, :, 4] = 0, 7, x[-1, :, 4] + 1e6
         x[0, :, 33] *= 1e30 if call.dtype != F64 else 1e200
         x[-1, :, 3] = 1e30
+        x[-1, :, 5] = 2e36 if call.dtype != F64 else 1e306  # times rstd, its mean is infinite
     inputs = {"input": place(x.to(call.dtype), call.shift)}
     for name in ("weight", "bias"):
         t = torch.randn(call.shape[1], generator=g).to(call.params or call.dtype)
@@ -184,7 +185,8 @@ def test_every_kind_of_plan_runs():
          if f"ChannelsFirst{way}Op<" in launch.kernel]
         for way in ("Forward", "Backward")
     )  # fmt: skip
-    assert {int(op[3]) for op in forward} == {int(op[3]) for op in backward} == {1, 2, 4, 8}
+    assert {int(op[3]) for op in forward} == {1, 2, 4}  # packs
+    assert {int(op[3]) for op in backward} == {1, 2, 4, 8}
     assert {int(op[4]) for op in forward} == {1, 2, 4, 8, 16}  # warps
     assert any(op[6] == "0" for op in forward)
     assert {int(op[4]) for op in backward} == {2, 4, 8, 16}  # lanes

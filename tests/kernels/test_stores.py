@@ -30,9 +30,9 @@ KERNELS = {  # header: names
     "cuda/forward_channels_first.cuh": [
         CHANNELS.format("forward", "Forward", *of)
         for of in [
-            ("BFloat16", "fused_op::BFloat16, 8, 2, 4, 16, 2, false"),
-            ("BFloat16", "float, 4, 8, 1, 96, 3, false"),
-            ("Float16", "fused_op::Float16, 4, 8, 1, 96, 3, true"),
+            ("BFloat16", "fused_op::BFloat16, 4, 4, 2, 64, 4, false"),
+            ("BFloat16", "float, 4, 8, 1, 96, 4, false"),
+            ("Float16", "fused_op::Float16, 4, 16, 1, 768, 1, true"),
         ]
     ],
     "cuda/backward_channels_first.cuh": [

@@ -73,7 +73,8 @@ void add_bits(PlainTable& table) {
   table["popc.b64"] = Lanewise<CountOnes, u32, u64>::plain();
   table["bfind.u32"] = Lanewise<FindTop, u32, u32>::plain();
   table["bfind.shiftamt.u32"] = Lanewise<FindTopShift, u32, u32>::plain();
-  table["bfi.b32"] = Lanewise<InsertBits, u32, u32, u32, u32, u32>::plain();
+  table["bfi.b32"] = Lanewise<InsertBits<u32>, u32, u32, u32, u32, u32>::plain();
+  table["bfi.b64"] = Lanewise<InsertBits<u64>, u64, u64, u64, u32, u32>::plain();
   table["lop3.b32"] = Lanewise<LookUp, u32, u32, u32, u32, u32>::plain();
 }
 

@@ -222,12 +222,15 @@ struct FindTop {  // the number of the top bit; all ones for 0
 struct FindTopShift {  // how far the top bit is from bit 31
   u32 operator()(u32 a) const { return a == 0 ? ~u32{0} : static_cast<u32>(std::countl_zero(a)); }
 };
+template <typename Word>
 struct InsertBits {
-  u32 operator()(u32 a, u32 b, u32 at, u32 count) const {
+  Word operator()(Word a, Word b, u32 at, u32 count) const {
+    constexpr u32 kBits = 8 * sizeof(Word);
     at &= 0xff;
     count &= 0xff;
-    const u64 mask = (count >= 32 ? u64{0xffffffff} : (u64{1} << count) - 1) << (at < 32 ? at : 32);
-    return static_cast<u32>((b & ~mask) | (u64{a} << (at < 32 ? at : 32) & mask));
+    const Word ones = count >= kBits ? ~Word{0} : (Word{1} << count) - 1;
+    const Word mask = at < kBits ? ones << at : 0;
+    return (b & ~mask) | (at < kBits ? a << at & mask : 0);
   }
 };
 struct LookUp {  // lop3

@@ -52,7 +52,11 @@ struct TileParameters {
   }
   __device__ __forceinline__ static A of_kept(const W* place) {
     Pack<W, 1> pack;
-    memcpy(pack.words, place, sizeof(W));
+    if constexpr (sizeof(W) == 2) {
+      pack.words[0] = *reinterpret_cast<const std::uint16_t*>(place);  // memcpy() takes two loads
+    } else {
+      pack = *reinterpret_cast<const Pack<W, 1>*>(place);
+    }
     A values[1];
     to_values(pack, values);
     return values[0];

@@ -82,17 +82,16 @@ def _gated(name: str, fla: Callable[..., Any] | None, **options: Any) -> Variant
     return Variant(name, functions | ({"FLA": fla} if fla else {}), 2, 1, 6, 10)
 
 
-def _grouped_gate(x: Tensor, gate: Tensor, weight: Tensor, function: Any, first: bool) -> Any:
-    """In GROUPS groups, as Mamba-2 has them."""
-    size = x.shape[-1] // GROUPS
-    return function(x, gate, weight, 1e-6, group_size=size, gate_first=first)
+def _in_groups(
+    function: Callable[..., Any], x: Tensor, gate: Tensor, weight: Tensor, **options: Any
+) -> Any:
+    """In GROUPS groups, as models of Mamba-2 have them."""
+    return function(x, gate, weight, 1e-6, group_size=x.shape[-1] // GROUPS, **options)
 
 
-def _gated_in_groups(name: str, first: bool) -> Variant:
-    ours, twin = (
-        partial(_grouped_gate, function=function, first=first)
-        for function in (fused_gated_rms_norm, reference.fused_gated_rms_norm)
-    )
+def _gated_in_groups(name: str, **options: Any) -> Variant:
+    ours = partial(_in_groups, fused_gated_rms_norm, **options)
+    twin = partial(_in_groups, reference.fused_gated_rms_norm, **options)
     functions = {"fused_op": ours, "torch.compile": _compiled(twin)}
     return Variant(name, functions, 2, 1, 6, 10, SHAPES[1:])
 
@@ -207,8 +206,8 @@ VARIANTS = (
     _gated("gated_rms_norm, silu", partial(_fla_gated, "swish")),
     _gated("gated_rms_norm, sigmoid", partial(_fla_gated, "sigmoid"), activation="sigmoid"),
     _gated("gated_rms_norm, gate first", None, gate_first=True),
-    _gated_in_groups("gated_rms_norm, 8 groups", False),
-    _gated_in_groups("gated_rms_norm, 8 groups, gate first", True),
+    _gated_in_groups("gated_rms_norm, 8 groups"),
+    _gated_in_groups("gated_rms_norm, 8 groups, gate first", gate_first=True),
     Variant(
         "l2_norm",
         {

@@ -1,4 +1,5 @@
-// How the kernels of norms over channels read weight and bias. Device code; torch-free.
+// The parameters of an image's channel: what norms over channels and group norms do with x̂, and how
+// the former read weight and bias. Device code; torch-free.
 #pragma once
 
 #include "core/convert.h"
@@ -6,11 +7,11 @@
 
 namespace fused_op::cuda {
 
-// y = x̂ · weight + bias.
+// n = x̂ · factor + offset.
 template <typename A>
-struct alignas(2 * sizeof(A)) ChannelAffine {
-  A weight;
-  A bias;
+struct ChannelMap {
+  A factor;
+  A offset;
 };
 
 // Weight and bias of a channel. If absent, they are 1 and -0, which change nothing, not even the
@@ -45,7 +46,7 @@ struct ChannelParameters {
   __device__ __forceinline__ A bias(std::int64_t channel, bool exists = true) const {
     return read(biases, channel, exists, A(-0.0));
   }
-  __device__ __forceinline__ ChannelAffine<A> both(std::int64_t channel) const {
+  __device__ __forceinline__ ChannelMap<A> map(std::int64_t channel) const {
     return {weight(channel), bias(channel)};
   }
 };

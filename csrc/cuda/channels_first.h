@@ -76,10 +76,10 @@ FUSED_OP_HD constexpr int backward_threads(int element_bytes, int pack, bool sil
 constexpr int kPixelSums = 2;
 constexpr int kPixelValues = 3;
 
-// How many parameters of channels are in shared memory: the weight, and with silu the bias, of
-// every channel that a slice could have.
-FUSED_OP_HD constexpr std::int64_t kept_parameters(std::int64_t channels, int slices, bool silu) {
-  return (channels + slices - 1) / slices * slices * (silu ? 2 : 1);
+// The channels that the slices could have: beside a whole tile, so many weights are in shared
+// memory, and with silu as many biases.
+FUSED_OP_HD constexpr std::int64_t channel_slots(std::int64_t channels, int slices) {
+  return (channels + slices - 1) / slices * slices;
 }
 
 // How many values of a tile its threads exchange: those, and the sums of each warp.

@@ -14,7 +14,7 @@ struct ChannelsFirstForward {
   using A = typename Op::A;
   using E = typename Op::E;
   using Norm = typename Op::Norm;
-  enum Values { kOfSquares, kOfDeviations, kOfMean };
+  enum Values { kOfSquares, kOfDeviations, kOfMean };  // the first two are added at once
   using Sums = WarpSums<Op, Norm::kCentered ? 3 : 1>;
   static constexpr int N = Op::N;
 
@@ -22,7 +22,7 @@ struct ChannelsFirstForward {
   const PixelPlace<Op>& place;
   Channels<Op, kKept>& x;
   const Sums& sums;
-  const ChannelAffine<A>* kept_affines;  // of this warp, if the tile is kept
+  const ChannelMap<A>* kept_maps;  // of this warp, if the tile is kept
 
   // Finds the moments of each pixel as moments_of_lanes() of forward_rows.cuh does.
   __device__ __forceinline__ void find_moments(A scale, bool refined,
@@ -108,13 +108,13 @@ struct ChannelsFirstForward {
     const PixelPlace<Op> target = place.again();
     x.stay_packed();
     for_channels<Op, kKept>(place, [&](int i) {
-      const ChannelAffine<A> affine = kKept ? kept_affines[i] : parameters.both(place.channel(i));
+      const ChannelMap<A> map = kKept ? kept_maps[i] : parameters.map(place.channel(i));
       A values[N];
       x.get(i, values);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         const A xhat = Norm::normalized(values[j], normalizers[j]);
-        const A n = multiply_add(xhat, affine.weight, affine.bias);
+        const A n = multiply_add(xhat, map.factor, map.offset);
         values[j] = Op::kSilu ? silu<E>(n).value : n;
       }
       store_bytes_if<sizeof(E) * N>(place.live,
@@ -170,15 +170,15 @@ __global__ void __launch_bounds__(Op::kThreads, Op::kCtasPerSm)
   using A = typename Op::A;
   using Forward = ChannelsFirstForward<Op, Op::kKept>;
   __shared__ typename Forward::Sums::Shared shared;
-  __shared__ ChannelAffine<A> affines[Op::kWarps][Op::kKept ? Op::kEach : 1];
+  alignas(16) __shared__ ChannelMap<A> maps[Op::kWarps][Op::kKept ? Op::kEach : 1];
   const PixelPlace<Op> place(args);
   await_kernels_before();
   Channels<Op, Op::kKept> x(args.input.data, place);
   if constexpr (Op::kKept) {
-    keep_affines<Op>(args, affines);
+    keep_maps<Op>(args, maps);
   }
   const typename Forward::Sums sums{shared};
-  const Forward forward{args, place, x, sums, affines[place.warp]};
+  const Forward forward{args, place, x, sums, maps[place.warp]};
   Moments<A> moments[Op::N];
   forward.find_moments(A(1), false, moments);
   // Every warp of a group decides the same, because all have the same moments.

@@ -139,15 +139,14 @@ class Channels {
 // from global memory, each channel would wait for a cache. Share of copy without and with it: 0.38
 // 0.59 at 8x768x1568, 0.63 0.71 at 8x384x6272 (H200, bf16). It is also a barrier of the CTA.
 template <typename Op>
-__device__ __forceinline__ void keep_affines(
-    const ChannelsFirstForwardArgs& args,
-    ChannelAffine<typename Op::A> (&to)[Op::kWarps][Op::kEach]) {
+__device__ __forceinline__ void keep_maps(const ChannelsFirstForwardArgs& args,
+                                          ChannelMap<typename Op::A> (&to)[Op::kWarps][Op::kEach]) {
   const ChannelParameters<Op> parameters(args);
   const int thread =
       static_cast<int>((threadIdx.z * Op::kWarps + threadIdx.y) * kWarpSize + threadIdx.x);
 #pragma unroll 1
   for (int channel = thread; channel < Op::kChannels; channel += Op::kThreads) {
-    to[channel % Op::kWarps][channel / Op::kWarps] = parameters.both(channel);
+    to[channel % Op::kWarps][channel / Op::kWarps] = parameters.map(channel);
   }
   __syncthreads();
 }

@@ -13,7 +13,7 @@
 //   quantize_pack.cuh         how packs of an output become 8 bits: quantized_plan.h
 //   forward_quantized.cuh     forward_kernel with an output in 8 bits
 //   quantize_rows.cuh         quantize_rows_kernel, for outputs in memory
-//   channel_parameters.cuh    weight and bias of a channel, for norms over channels
+//   channel_parameters.cuh    weight and bias of a channel of an image
 //   channels_first.h          how forward and backward over channels share out pixels and channels
 //   forward_channels_tile.cuh how forward reads channels and adds them up
 //   forward_channels_first.cuh

@@ -6,6 +6,7 @@
 #include "core/gated.h"
 #include "core/norm_math.h"
 #include "cuda/access.cuh"
+#include "cuda/channel_parameters.cuh"
 #include "cuda/cluster_exchange.cuh"
 #include "cuda/group_norm.h"
 #include "cuda/row_sum.cuh"
@@ -251,22 +252,17 @@ __device__ __forceinline__ void write_parameter(void* data, DType dtype, std::in
   }
 }
 
-// n = x̂ · factor + offset, in one channel of a sample.
+// n in one channel of a sample.
 template <typename A>
-struct ChannelMap {
-  A factor;
-  A offset;
-
-  __device__ __forceinline__ static ChannelMap of(const ChannelArgs& args, std::int64_t sample,
-                                                  std::int64_t channel) {
-    const std::int64_t entry = sample * args.entry_stride + channel;
-    const A scale = A(1) + read_parameter<A>(args.scale, args.entry_dtype, entry, 0);
-    const A shift = read_parameter<A>(args.shift, args.entry_dtype, entry, 0);
-    const A weight = read_parameter<A>(args.weight, args.param_dtype, channel, 1);
-    const A bias = read_parameter<A>(args.bias, args.param_dtype, channel, 0);
-    return {weight * scale, multiply_add(bias, scale, shift)};
-  }
-};
+__device__ __forceinline__ ChannelMap<A> map_of(const ChannelArgs& args, std::int64_t sample,
+                                                std::int64_t channel) {
+  const std::int64_t entry = sample * args.entry_stride + channel;
+  const A scale = A(1) + read_parameter<A>(args.scale, args.entry_dtype, entry, 0);
+  const A shift = read_parameter<A>(args.shift, args.entry_dtype, entry, 0);
+  const A weight = read_parameter<A>(args.weight, args.param_dtype, channel, 1);
+  const A bias = read_parameter<A>(args.bias, args.param_dtype, channel, 0);
+  return {weight * scale, multiply_add(bias, scale, shift)};
+}
 
 // The maps of a group's channels. Those of the first ones are in shared memory.
 template <typename A>
@@ -280,11 +276,11 @@ struct GroupMaps {
   // All threads of the CTA call it, and synchronise before they call at().
   __device__ __forceinline__ void fill() const {
     for (int i = static_cast<int>(threadIdx.x); i < mapped; i += static_cast<int>(blockDim.x)) {
-      maps[i] = ChannelMap<A>::of(args, sample, channel + i);
+      maps[i] = map_of<A>(args, sample, channel + i);
     }
   }
   __device__ __forceinline__ ChannelMap<A> at(int i) const {
-    return i < mapped ? maps[i] : ChannelMap<A>::of(args, sample, channel + i);
+    return i < mapped ? maps[i] : map_of<A>(args, sample, channel + i);
   }
 };
 

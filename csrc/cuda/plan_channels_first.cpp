@@ -62,7 +62,9 @@ ChannelsFirstPlan plan_of(const Call& call, const DeviceInfo& device) {
   const int size = size_of(call.dtype), threads = kWarpSize * plan.warps * plan.groups;
   const int least = std::max(kLeastBytes / size, 1);
   const std::int64_t groups = std::int64_t{plan.groups} * device.multiprocessors;
-  // The widest pack, up to `pack`, that leaves so many tiles. With fewer, SMs would be idle.
+  // The widest pack, up to `pack`, that leaves so many tiles. With fewer, too many SMs would be
+  // idle; but 98 tiles of four pixels on 132 SMs were faster than 196 of two: 0.65 0.57 of copy at
+  // 8x768x1568 (H200, bf16).
   const auto widest = [&](int pack, std::int64_t tiles) {
     while (pack > 1 && (!allows(call, pack) || (pack > least && tiles_of(call, pack) < tiles))) {
       pack /= 2;

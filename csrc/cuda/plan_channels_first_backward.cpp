@@ -81,7 +81,7 @@ void fit_shared(ChannelsFirstBackwardPlan& plan, const Call& call, int most_lane
   const auto room = [&](int lanes) {
     return most_dynamic_shared(device) - exchange_bytes(call, lanes, plan.slices);
   };
-  const std::int64_t parameters = kept_parameters(call.channels, plan.slices, call.silu);
+  const std::int64_t parameters = channel_slots(call.channels, plan.slices) * (call.silu ? 2 : 1);
   const std::int64_t kept =  // beside a whole tile
       call.sums * call.accumulator_bytes() + parameters * size_of(call.param_dtype);
   plan.whole = true;

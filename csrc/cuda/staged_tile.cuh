@@ -202,9 +202,9 @@ class StagedTile {
     constexpr int kPacks = Op::N / Op::kPack;
     constexpr bool kDirect = kPacks <= 2;
     const std::int64_t pixel = used_ + thread.lane * Op::N;
-    E* targets[kDirect ? kPacks : 1];
+    E* targets[kPacks];
 #pragma unroll
-    for (int k = 0; kDirect && k < kPacks; ++k) {
+    for (int k = 0; k < kPacks; ++k) {
       targets[k] =
           static_cast<E*>(to) + first_element(pixel + k * Op::kPack, args_.cols, args_.pixels);
     }

@@ -91,8 +91,8 @@ const char* broken_rule(const ChannelsFirstBackwardPlan& plan, const Call& call,
   }
   const std::int64_t exchange =
       exchanged_values(static_cast<int>(tile), plan.threads() / kWarpSize) * accumulator;
-  const std::int64_t kept =
-      plan.whole ? sums * accumulator + kept_parameters(call.channels, slices, silu) * size : 0;
+  const std::int64_t parameters = ceil_div(call.channels, slices) * slices * (silu ? 2 : 1);
+  const std::int64_t kept = plan.whole ? sums * accumulator + parameters * size : 0;
   if (plan.shared_bytes < plan.stages * 2 * plan.some * row + exchange + kept ||
       plan.shared_bytes > most_dynamic_shared(device)) {
     return "shared memory";

@@ -60,7 +60,8 @@ def allowance(call: dict, plan: dict) -> int:
 
     Forward gives an SM as many threads as registers nearly suffice for, where a lane has most
     elements. In backward, the sums of the parameters' gradients stay in registers, and Philox takes
-    what is left. Rows by words are the worst, as it is called for every element or two.
+    what is left. Rows by words are the worst, as it is called for every element or two. Pieces of
+    float64 rows take two registers for each value and for each address of a store.
     """
     elements = plan["pack"] * plan["vectors"] * (2 if call["input"] == "f64" else 1)
     if not call["backward"]:

@@ -14,8 +14,8 @@ struct ChannelsFirstForward {
   using A = typename Op::A;
   using E = typename Op::E;
   using Norm = typename Op::Norm;
-  enum Values { kOfSquares, kOfDeviations, kOfMean };  // the first two are added at once
-  using Sums = WarpSums<Op, Norm::kCentered ? 3 : 1>;
+  static constexpr int kValues = Norm::kCentered ? 2 : 1;
+  using Sums = WarpSums<Op, kValues>;
   static constexpr int N = Op::N;
 
   const ChannelsFirstForwardArgs& args;
@@ -24,72 +24,62 @@ struct ChannelsFirstForward {
   const Sums& sums;
   const ChannelMap<A>* kept_maps;  // of this warp, if the tile is kept
 
-  // Finds the moments of each pixel as moments_of_lanes() of forward_rows.cuh does.
-  __device__ __forceinline__ void find_moments(A scale, bool refined,
-                                               Moments<A> (&moments)[N]) const {
-    const A inverse = reciprocal(static_cast<A>(place.channels));
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      moments[j] = {};
-    }
+  // Finds the moments of each pixel, of elements times `scale`. Channels are seen once, as
+  // deviations from the first one; and again, from the mean, by a group with a pixel whose first
+  // channel is too far from it: see moments_of(). No other pixel changes.
+  __device__ __forceinline__ void find_moments(A scale, Moments<A> (&moments)[N]) const {
+    A from[N] = {};
     if constexpr (Norm::kCentered) {
-      add_mean(scale, inverse, moments);
-      if (refined) {
-        Sums::barrier(place);
-        add_mean(scale, inverse, moments);
+      x.get_first(from);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        from[j] *= scale;
       }
     }
-    constexpr int kValues = Norm::kCentered ? 2 : 1;
-    x.stay_packed();
+    if (unsigned far = add_deviations(scale, from, moments); __any_sync(kAllLanes, far != 0)) {
+      Moments<A> found[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        from[j] = moments[j].mean;
+      }
+      Sums::barrier(place);  // all have read the sums
+      x.stay_packed();
+      add_deviations(scale, from, found);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        moments[j] = (far >> j & 1) != 0 ? found[j] : moments[j];
+      }
+    }
+  }
+  // Returns one bit for each pixel, set if the mean has to take the place of `from`.
+  __device__ __forceinline__ unsigned add_deviations(A scale, const A (&from)[N],
+                                                     Moments<A> (&moments)[N]) const {
     A totals[kValues][N] = {};
     add_channels<Op, kKept>(place, totals, [&](int i, A(&parts)[kValues][N]) {
       A values[N];
       x.get(i, values);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        const A deviation = multiply_add(values[j], scale, -moments[j].mean);
+        const A deviation = multiply_add(values[j], scale, -from[j]);
         parts[0][j] = multiply_add(deviation, deviation, parts[0][j]);
         if constexpr (Norm::kCentered) {
           parts[1][j] += deviation;
         }
       }
     });
-    sums.template add<kOfSquares>(place, totals);
+    sums.add(place, totals);
+    unsigned far = 0;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      moments[j].second = totals[0][j];
       if constexpr (Norm::kCentered) {
-        moments[j].rest = totals[1][j] * inverse;
-        moments[j].second -= totals[1][j] * moments[j].rest;
+        const A inverse = reciprocal(static_cast<A>(place.channels));
+        const A of_pixel[2] = {totals[1][j], totals[0][j]};
+        far |= static_cast<unsigned>(!moments_of(of_pixel, from[j], inverse, moments[j])) << j;
+      } else {
+        moments[j] = {A(0), A(0), totals[0][j]};
       }
     }
-  }
-  __device__ __forceinline__ void add_mean(A scale, A inverse, Moments<A> (&moments)[N]) const {
-    A totals[1][N] = {};
-    add_channels<Op, kKept>(place, totals, [&](int i, A(&parts)[1][N]) {
-      A values[N];
-      x.get(i, values);
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        parts[0][j] += multiply_add(values[j], scale, -moments[j].mean);
-      }
-    });
-    sums.template add<kOfMean>(place, totals);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      moments[j].mean += totals[0][j] * inverse;
-    }
-  }
-
-  // Whether all moments of this lane are trusted(). This holds in lanes past the last pixel, whose
-  // elements are zeros.
-  __device__ __forceinline__ bool trusts(const Moments<A> (&moments)[N]) const {
-    bool all = true;
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      all = all && trusted(moments[j], static_cast<A>(place.channels));
-    }
-    return all;
+    return far;
   }
 
   __device__ __forceinline__ void write(Moments<A> (&moments)[N], A (&scales)[N]) const {
@@ -124,11 +114,11 @@ struct ChannelsFirstForward {
   }
 };
 
-// Finishes a group with pixels whose moments are not trusted(). Only these pixels get new moments:
-// with a refined mean, and if the squares overflowed, of elements times Limits::kScale. It is a
-// function of its own so that the common path pays no registers for it.
+// Finishes a group with pixels whose squares overflowed. They alone get new moments, of elements
+// times Limits::kScale. It is a function of its own so that the common path pays no registers for
+// it.
 template <typename Op>
-__device__ __noinline__ void finish_untrusted_pixels(
+__device__ __noinline__ void finish_overflowed_pixels(
     const ChannelsFirstForwardArgs& args, typename ChannelsFirstForward<Op, false>::Sums sums) {
   using Forward = ChannelsFirstForward<Op, false>;
   using A = typename Op::A;
@@ -136,29 +126,17 @@ __device__ __noinline__ void finish_untrusted_pixels(
   const PixelPlace<Op> place(args);
   Channels<Op, false> x(args.input.data, place);
   const Forward forward{args, place, x, sums, nullptr};
-  Moments<A> moments[N];
+  Moments<A> moments[N], scaled[N];
   A scales[N];
   Forward::Sums::barrier(place);  // all have read the sums
-  forward.find_moments(A(1), false, moments);
+  forward.find_moments(A(1), moments);
+  Forward::Sums::barrier(place);
+  forward.find_moments(Limits<A>::kScale, scaled);
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    scales[j] = A(1);
-  }
-#pragma unroll 1
-  for (int attempt = 0; attempt < 2; ++attempt) {
-    const A scale = attempt == 0 ? A(1) : Limits<A>::kScale;
-    Moments<A> refined[N];
-    Forward::Sums::barrier(place);
-    forward.find_moments(scale, true, refined);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const bool again = attempt == 0 ? !trusted(moments[j], static_cast<A>(place.channels))
-                                      : overflowed(moments[j]);
-      if (again) {
-        moments[j] = refined[j];
-        scales[j] = scale;
-      }
-    }
+    const bool again = overflowed(moments[j]);
+    moments[j] = again ? scaled[j] : moments[j];
+    scales[j] = again ? Limits<A>::kScale : A(1);
   }
   forward.write(moments, scales);
 }
@@ -180,16 +158,18 @@ __global__ void __launch_bounds__(Op::kThreads, Op::kCtasPerSm)
   const typename Forward::Sums sums{shared};
   const Forward forward{args, place, x, sums, maps[place.warp]};
   Moments<A> moments[Op::N];
-  forward.find_moments(A(1), false, moments);
-  // Every warp of a group decides the same, because all have the same moments.
-  if (__any_sync(kAllLanes, !forward.trusts(moments))) {
-    finish_untrusted_pixels<Op>(args, {shared});
-    return;
-  }
   A scales[Op::N];
+  bool overflow = false;
+  forward.find_moments(A(1), moments);
 #pragma unroll
   for (int j = 0; j < Op::N; ++j) {
     scales[j] = A(1);
+    overflow = overflow || overflowed(moments[j]);
+  }
+  // Every warp of a group decides the same, because all have the same moments.
+  if (__any_sync(kAllLanes, overflow)) {
+    finish_overflowed_pixels<Op>(args, {shared});
+    return;
   }
   forward.write(moments, scales);
 }

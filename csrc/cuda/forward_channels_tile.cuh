@@ -85,6 +85,8 @@ class Channels {
  public:
   __device__ __forceinline__ Channels(const void* data, const PixelPlace<Op>& place)
       : from_(static_cast<const E*>(data)), place_(place) {
+    clear(first_);
+    load_bytes_if<sizeof(E) * N, false>(place_.live, from_ + place_.first, first_.words);
     if constexpr (kKept) {
 #pragma unroll
       for (int i = 0; i < Op::kEach; ++i) {
@@ -97,6 +99,11 @@ class Channels {
     if constexpr (kKept) {
       cuda::stay_packed(packs_);
     }
+  }
+  // Of channel 0, which every warp has read.
+  template <typename A>
+  __device__ __forceinline__ void get_first(A (&values)[N]) const {
+    to_values(first_, values);
   }
   template <typename A>
   __device__ __forceinline__ void get(int i, A (&values)[N]) const {
@@ -132,6 +139,7 @@ class Channels {
 
   const E* from_;
   const PixelPlace<Op>& place_;
+  Pack<E, N> first_;
   Pack<E, kOfPack * N> packs_[kKept ? (Op::kEach + kOfPack - 1) / kOfPack : 1];
 };
 
@@ -213,23 +221,20 @@ __device__ __forceinline__ void for_channels(const PixelPlace<Op>& place, const 
   }
 }
 
-// Sums values of each pixel over the warps of a group, in the order of the warps: value kFirst of
-// kAll and those after it. All threads of the group call add(). Before the sums of a value are
-// added up again, there must be a barrier, such as those of another value's.
-template <typename Op, int kAll>
+// Sums values of each pixel over the warps of a group, in the order of the warps. All threads of
+// the group call add(); between two calls there must be a barrier.
+template <typename Op, int kValues>
 struct WarpSums {
   using A = typename Op::A;
   static constexpr int N = Op::N;
-  using Shared = A[Op::kGroups][kAll][Op::kWarps][Op::kTile];
+  using Shared = A[Op::kGroups][kValues][Op::kWarps][Op::kTile];
 
   Shared& shared;
 
   __device__ __forceinline__ static void barrier(const PixelPlace<Op>& place) {
     row_barrier(place.group, Op::kWarps * kWarpSize);
   }
-  template <int kFirst, int kValues>
   __device__ __forceinline__ void add(const PixelPlace<Op>& place, A (&values)[kValues][N]) const {
-    static_assert(kFirst + kValues <= kAll);
     if constexpr (Op::kWarps == 1) {
       return;
     }
@@ -238,14 +243,14 @@ struct WarpSums {
     for (int k = 0; k < kValues; ++k) {
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        mine[kFirst + k][place.warp][j * kWarpSize + place.lane] = values[k][j];
+        mine[k][place.warp][j * kWarpSize + place.lane] = values[k][j];
       }
     }
     barrier(place);
 #pragma unroll 1
     for (int i = place.warp * kWarpSize + place.lane; i < kValues * Op::kTile;
          i += Op::kWarps * kWarpSize) {
-      auto& parts = mine[kFirst + i / Op::kTile];
+      auto& parts = mine[i / Op::kTile];
       const int slot = i % Op::kTile;
       A total = parts[0][slot];
 #pragma unroll
@@ -259,7 +264,7 @@ struct WarpSums {
     for (int k = 0; k < kValues; ++k) {
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        values[k][j] = mine[kFirst + k][0][j * kWarpSize + place.lane];
+        values[k][j] = mine[k][0][j * kWarpSize + place.lane];
       }
     }
   }

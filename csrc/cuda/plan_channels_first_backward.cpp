@@ -72,7 +72,8 @@ std::int64_t ctas_of_sm(const ChannelsFirstBackwardPlan& plan, const Call& call,
 // Chooses how many channels of how many tiles are in shared memory at once: those of two tiles, if
 // as many CTAs then have room as with one; of one tile; or some of one. H200, bf16, LayerNorm,
 // share of add with two tiles and with one: 0.67 0.72 at 96 channels, 0.61 0.65 at 192, but 0.64
-// 0.61 at 128, where as many CTAs have room.
+// 0.61 at 128, where as many CTAs have room. Copies of less than 16 bytes need the L1 cache, which
+// has what is left of shared memory: 0.23 0.31 at 64x384x196, 0.49 0.54 at 64x96x3134.
 void fit_shared(ChannelsFirstBackwardPlan& plan, const Call& call, int most_lanes,
                 const DeviceInfo& device) {
   const auto tile_bytes = [&](int lanes) {
@@ -94,8 +95,9 @@ void fit_shared(ChannelsFirstBackwardPlan& plan, const Call& call, int most_lane
     plan.shared_bytes = bytes + exchange_bytes(call, plan.lanes, plan.slices);
     const std::int64_t with_two = plan.shared_bytes + tile_bytes(plan.lanes);
     const std::int64_t ctas = ctas_of_sm(plan, call, plan.shared_bytes, device);
-    const bool fits_two =
-        with_two <= most_dynamic_shared(device) && ctas_of_sm(plan, call, with_two, device) == ctas;
+    const bool fits_two = with_two <= most_dynamic_shared(device) &&
+                          ctas_of_sm(plan, call, with_two, device) == ctas &&
+                          (ctas == 1 || plan.pack == call.pixels_of_lane());
     plan.stages = fits_two ? 2 : 1;
     plan.shared_bytes = fits_two ? with_two : plan.shared_bytes;
     return fits_two || ctas > 1 || alone;

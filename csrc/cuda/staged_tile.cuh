@@ -193,21 +193,14 @@ class StagedTile {
       }
     });
   }
-  // Stores each(channel, packs) of all channels. Packs of less than 8 bytes go by way of shared
+  // Stores each(channel, packs) of all channels. Packs of less than 16 bytes go by way of shared
   // memory, so that neighbouring threads store neighbouring pixels.
   template <typename Each>
   __device__ __forceinline__ void write(const PixelThread<Op>& thread, void* to,
                                         const Each& each) const {
-    // Each pack may belong to another sample.
-    constexpr int kPacks = Op::N / Op::kPack;
-    constexpr bool kDirect = kPacks <= 2;
+    constexpr bool kDirect = Op::kPack == Op::N;
     const std::int64_t pixel = used_ + thread.lane * Op::N;
-    E* targets[kPacks];
-#pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      targets[k] =
-          static_cast<E*>(to) + first_element(pixel + k * Op::kPack, args_.cols, args_.pixels);
-    }
+    E* const target = static_cast<E*>(to) + first_element(pixel, args_.cols, args_.pixels);
     for_parts([&](std::int64_t first, int count) {
 #pragma unroll 2
       for (int mine = thread.slice; mine < count; mine += Op::kSlices) {
@@ -217,15 +210,11 @@ class StagedTile {
           packs[s] = *place(thread, s, mine);
         }
         const Pack<E, Op::N> result = each(first + mine, packs);
-        if constexpr (!kDirect) {
-          *place(thread, 0, mine) = result;
+        if constexpr (kDirect) {
+          store_if<kVectorBytes / 4>(pixel < args_.rows, target + (first + mine) * args_.pixels,
+                                     result.words);
         } else {
-          constexpr int kWords = kVectorBytes / 4 / kPacks;
-#pragma unroll
-          for (int k = 0; k < kPacks; ++k) {
-            store_if<kWords>(pixel + k * Op::kPack < args_.rows,
-                             targets[k] + (first + mine) * args_.pixels, result.words + k * kWords);
-          }
+          *place(thread, 0, mine) = result;
         }
       }
       if constexpr (!kDirect) {

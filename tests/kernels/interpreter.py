@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -133,8 +134,12 @@ def ptx_of(header: str, name: str) -> bytes:
 
 
 @Compile
-def compile_kernel(header: bytes, name: bytes) -> int:
-    text = ptx_of(header.decode(), name.decode())  # stays in the cache, and so at its address
+def compile_kernel(header: bytes, name: bytes) -> int | None:
+    try:
+        text = ptx_of(header.decode(), name.decode())  # stays in the cache, and so at its address
+    except Exception:  # which C++ cannot catch: it would take any number for the address
+        traceback.print_exc()
+        return None
     return ctypes.cast(ctypes.c_char_p(text), ctypes.c_void_p).value
 
 

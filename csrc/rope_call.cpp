@@ -192,7 +192,7 @@ void rope_forward(const HeadTensors& heads, const Turn& turn, const RopeOptions&
   args.stats = pointer(stats);
   args.eps = options.eps;
   set_packs(args.rotation, {args.input}, args.cols);
-  RopeVariant variant(args.rotation, args.dtype, args.param_dtype, args.rounding);
+  RopeVariant variant(args.rotation, args.dtype, args.param_dtype, args.cols, args.rounding);
   variant.split = args.input.split.inner != 0;
   backend::norm_forward(args, output.device(), &variant);
 }
@@ -246,7 +246,7 @@ void rope_backward(const at::Tensor& grad_output, const HeadTensors& heads, cons
   args.grad_weight = pointer(grad_weight);
   args.groups = args.rotation.groups;
   set_packs(args.rotation, {args.x, args.grad_output}, args.cols);
-  RopeVariant variant(args.rotation, args.dtype, args.param_dtype, args.rounding);
+  RopeVariant variant(args.rotation, args.dtype, args.param_dtype, args.cols, args.rounding);
   variant.split = args.x.split.inner != 0 || args.grad_output.split.inner != 0;
   backend::norm_backward(args, x.device(), &variant);
   if (grad_rows.defined() && !grad_rows.is_same(gradients.rows)) {

@@ -9,10 +9,9 @@
 //
 // The elements of a pair are in the two halves of the rotated columns (GPT-NeoX), or neighbours
 // (GPT-J). Columns after the rotated ones are left as they are. A lane reads the other element of a
-// pair from the cache again, which works for every layout of a row. There are two exceptions for
-// whole rows that are rotated in halves and do not exceed a warp. In forward, a lane that has an
-// even number of packs already has that element; in backward, lanes that have one pack each pass
-// their packs to each other.
+// pair from the cache again, which works for every layout of a row. But where whole rows are
+// rotated in halves and do not exceed a warp, a lane with an even number of packs already has that
+// element.
 #pragma once
 
 #include <type_traits>
@@ -357,7 +356,7 @@ struct RotatedAffine : Affine<W, X> {
     }
     template <typename Norm, int N, typename Parameters, typename A>
     __device__ __forceinline__ void pullback_halves(const Parameters& parameters,
-                                                    const OfRow<N>& of_row, int col,
+                                                    const OfRow<N>& of_row, bool second, int col,
                                                     const A (&xhat)[N], A (&dy)[N],
                                                     const A (&other)[N], A (&grad_xhat)[N],
                                                     ParameterSums<N, A>& sums) const {
@@ -366,7 +365,7 @@ struct RotatedAffine : Affine<W, X> {
       to_values(of_row.sin, s);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        s[j] = call.rotation.template is_first<false>(col) ? s[j] : -s[j];
+        s[j] = second ? -s[j] : s[j];
       }
       Angles<Form, C>::template turn<X, false>(dy, other, c, s);
       pullback_turned<Norm>(parameters, col, xhat, dy, grad_xhat, sums);

@@ -73,7 +73,8 @@ struct RopeVariant : Variant {
   DType parameters;
   bool rounds;  // round x̂ before the weight
 
-  RopeVariant(const Rotation& of, DType input, DType param_dtype, Rounding rounding)
+  RopeVariant(const Rotation& of, DType input, DType param_dtype, std::int64_t cols,
+              Rounding rounding)
       : Variant(VariantId::kRope, "core/rope.h"),
         rotation(of),
         parameters(param_dtype),
@@ -82,6 +83,7 @@ struct RopeVariant : Variant {
     beside.dtype = input;
     widest = kVectorBytes / largest_pack(rotation, input);
     groups = rotation.groups;
+    pairs_halves = !rotation.adjacent && 2 * rotation.half == cols;
     for (const bool bit : form()) {
       options = options << 1 | std::uint32_t{bit};
     }

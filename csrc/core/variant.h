@@ -39,6 +39,7 @@ struct Variant {
   bool shares_entries = false;          // groups are neighbouring rows: core/modulated.h
   int parameters_of_column = 1;         // parameters of a column that backward holds
   bool light = false;                   // forward: needs few registers beside the row
+  bool pairs_halves = false;            // backward: packs half a row apart belong to one lane
   DType row;                            // the element type of the row that is normalised
   int widest = 0;                       // bytes: packs are no larger than for elements of this size
   ConstRows beside;                     // rows read beside the input; null: none

@@ -76,14 +76,11 @@ class RowBackward {
   __device__ __forceinline__ void advance_to(std::int64_t row) { staged_.advance_to(row); }
   __device__ __forceinline__ void release() { staged_.release(); }
 
-  // For a row in halves: see backward_halves.cuh. `live` is false in lanes without a row.
-  __device__ __forceinline__ void pass_halves(std::int64_t next_row, bool live) {
-    if constexpr (kPassesHalves<Op, Tile>) {
-      Pack<GradOutput, N> dy{};
-      if (live) {
-        dy = staged_.template load<1>(0);
-      }
-      halves_.advance(args_, dy, next_row, lane_.first);
+  // For a row in halves: see backward_halves.cuh.
+  __device__ __forceinline__ void take_halves(std::int64_t next_row) {
+    if constexpr (kPairsHalves<Op, Tile>) {
+      halves_.advance(args_, next_row, lane_.first,
+                      [&](int i) { return staged_.template load<1>(i); });
     }
   }
 
@@ -188,13 +185,14 @@ class RowBackward {
                                          const Pack<GradOutput, N>& dy, int i,
                                          const Normalizer<A>& normalizer, Beside& beside,
                                          A (&xhat)[N], A (&grad)[N], Sums& totals) {
-    if constexpr (kPassesHalves<Op, Tile>) {
+    if constexpr (kPairsHalves<Op, Tile>) {
       A values[N], other[N];
-      to_values(dy, values);
-      to_values(halves_.other, other);
+      to_values(halves_.dy(i), values);
+      to_values(halves_.other(i), other);
       load_xhat<Op>(epilogue, parameters_.get(i), x, beside, normalizer, xhat);
-      epilogue.template pullback_halves<Norm>(parameters_.get(i), halves_.of_row, lane_.col(i),
-                                              xhat, values, other, grad, totals);
+      epilogue.template pullback_halves<Norm>(parameters_.get(i), halves_.of_row(i),
+                                              halves_.is_second(i), lane_.col(i), xhat, values,
+                                              other, grad, totals);
     } else {
       cuda::expand<Op>(epilogue, parameters_.get(i), lane_.col(i), x, dy, beside, normalizer, xhat,
                        grad, totals);
@@ -306,9 +304,9 @@ __device__ __forceinline__ void take_rows(
     const Normalizer<A> normalizer = saved.normalizer();
     saved = saved_of(row + steps.rows);
     backward.advance_to(row);
-    backward.pass_halves(row + steps.rows, live);
     PullbackSums<A> sums{A(0), A(0)};
     if (live) {
+      backward.take_halves(row + steps.rows);
       sums = backward.sums(row, normalizer, totals);
     }
     // Because two buffers take turns, one barrier for each row is enough.

@@ -50,6 +50,12 @@ BackwardGrid shared_warp_grid(std::int64_t units, bool odd) {
 
 // The layout of a row of `units`; `odd` if they are not whole vectors.
 BackwardGrid best_grid(const BackwardSpec& spec, std::int64_t units, bool odd) {
+  // H200, bf16, 128 columns, share of add with one unit a lane and with both halves' two: 0.76 0.91
+  // for 32 heads of 32768 tokens.
+  if (spec.variant != nullptr && spec.variant->pairs_halves && units >= 4 &&
+      units <= 2 * kWarpSize && units == lanes_for(units)) {
+    return {static_cast<int>(units / 2), 2, 1};
+  }
   const bool drops = spec.drops_input || spec.drops_output;
   // Philox takes registers. By words, it is called for every pack of two elements or one.
   if (drops && odd && units <= kMostBackwardThreads) {

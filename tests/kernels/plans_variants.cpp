@@ -96,7 +96,7 @@ void check_rope(DType row, DType table, std::int64_t cols) {
   const ConstRows cos = rows_of(table, half);
   args.rotation = make_rotation({cos, cos.data, half, false}, 8, false, false, false, args);
   set_packs(args.rotation, {args.input}, cols);
-  const RopeVariant variant(args.rotation, row, row, Rounding::kOnce);
+  const RopeVariant variant(args.rotation, row, row, args.cols, Rounding::kOnce);
   check_forward(spec_of(args, &variant), cols);
 }
 

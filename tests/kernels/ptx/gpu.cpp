@@ -354,7 +354,7 @@ const char* gpu_rope_forward(const fused_op::NormForwardArgs* args, const Turn* 
     fused_op::RopeForwardArgs all;
     static_cast<fused_op::NormForwardArgs&>(all) = *args;
     all.rotation = rotation_of(*turn, all, {all.input});
-    fused_op::RopeVariant variant(all.rotation, all.dtype, all.param_dtype, all.rounding);
+    fused_op::RopeVariant variant(all.rotation, all.dtype, all.param_dtype, all.cols, all.rounding);
     variant.split = all.input.split.inner != 0;
     return fused_op::cuda::norm_forward(all, &variant, nullptr);
   });
@@ -369,7 +369,7 @@ const char* gpu_rope_backward(const fused_op::NormBackwardArgs* args, const Turn
     all.groups = all.rotation.groups;
     all.grad_stride = turn->grad_rows.stride;
     all.grad_split = turn->grad_rows.split;
-    fused_op::RopeVariant variant(all.rotation, all.dtype, all.param_dtype, all.rounding);
+    fused_op::RopeVariant variant(all.rotation, all.dtype, all.param_dtype, all.cols, all.rounding);
     variant.split = all.x.split.inner != 0 || all.grad_output.split.inner != 0;
     if (bytes != nullptr) {
       *bytes = static_cast<std::int64_t>(fused_op::cuda::norm_backward_workspace(all, &variant));

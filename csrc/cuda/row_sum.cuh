@@ -46,7 +46,7 @@ __device__ __forceinline__ void lane_sums(A (&values)[kValues]) {
 // their squares. Both can be summed at once, whereas deviations from the mean would have to wait
 // for it. Returns false if the subtraction cancels more than a factor of 16; the mean then has to
 // be the pivot. The pivot is one of the values or the mean of some, so this happens for one in ten
-// thousand rows of normally distributed values.
+// thousand rows of normally distributed values (or pixels, of which a warp may take 128 together).
 template <typename A>
 __device__ __forceinline__ bool moments_of(const A (&sums)[2], A pivot, A inverse_count,
                                            Moments<A>& moments) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ bool moments_of(const A (&sums)[2], A pivot, A invers
   moments.mean = pivot + step;
   moments.rest = step - (moments.mean - pivot);
   moments.second = sums[1] - square;
-  return !(square * A(16) > sums[1] * A(15));
+  return !(square > sums[1] * A(0.9375));  // 15/16; no product that could overflow
 }
 
 // Barrier among the `threads` of one row; rows of one CTA use different ids.

@@ -21,7 +21,7 @@ struct Call {
 
 // The first rule that the plan breaks, or null.
 const char* broken_rule(const ChannelsFirstPlan& plan, const Call& call, int warps) {
-  constexpr int kValues = 3;  // that a CTA exchanges for each pixel
+  constexpr int kValues = 2;  // that a CTA exchanges for each pixel
   const std::int64_t size = size_of(call.dtype), bytes = plan.pack * size;
   const std::int64_t accumulator = call.dtype == DType::kFloat64 ? 8 : 4;
   const std::int64_t tile = kWarpSize * plan.pack;
@@ -88,6 +88,10 @@ const char* broken_rule(const ChannelsFirstBackwardPlan& plan, const Call& call,
   if (plan.some < 1 || plan.some > call.channels || (!plan.whole && plan.some % plan.slices != 0) ||
       plan.stages < 1 || plan.stages > (plan.whole ? 2 : 1)) {
     return "channels without a slice, or some of a tile ahead";
+  }
+  const bool in_words = plan.pack * size < kVectorBytes;
+  if (in_words && plan.stages > 1 && plan.ctas > device.multiprocessors) {
+    return "two tiles where copies need the L1 cache";
   }
   const std::int64_t exchange =
       exchanged_values(static_cast<int>(tile), plan.threads() / kWarpSize) * accumulator;

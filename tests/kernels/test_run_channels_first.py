@@ -32,7 +32,7 @@ class Call:
     silu: bool = False
     given: str = "weight, bias"
     wanted: tuple[bool, bool, bool] = (True, True, True)
-    rare: bool = False  # pixels that do not vary, are huge, zero, or far from zero
+    rare: bool = False  # pixels that do not vary, are huge, zero, or far from zero or channel 0
     shift: int = 0  # elements from a multiple of 16 bytes to the first
     sms: int = 132
     backwards: bool = False
@@ -80,7 +80,7 @@ CALLS = [
     Call(LN, (2, 48, 64), shift=1),
     Call(RMS, (2, 48, 64), F32, shift=2, sms=1),
     Call(LN, (1, 48, 64), shift=4, sms=1),
-    # Pixels whose moments are taken again.
+    # Pixels some of whose moments are taken again.
     Call(LN, (2, 40, 70), F32, rare=True),
     Call(RMS, (1, 9, 40), F32, rare=True, silu=True),
     Call(LN, (1, 300, 36), F32, rare=True),
@@ -103,6 +103,12 @@ def make_inputs(call: Call) -> tuple[dict[str, Tensor], Tensor]:
         x[0, :, 33] *= 1e30 if call.dtype != F64 else 1e200
         x[-1, :, 3] = 1e30
         x[-1, :, 5] = 2e36 if call.dtype != F64 else 1e306  # times rstd, its mean is infinite
+        x[0, :, 6] += 1e4
+        x[0, 0, 6] = 0
+        # The squares of the deviations from channel 0 add up to nearly the largest number.
+        most = 1e38 if call.dtype != F64 else 1e308
+        x[-1, :, 7] = (1 + 1e-4 * x[-1, :, 7]) * (most / call.shape[1]) ** 0.5
+        x[-1, 0, 7] = 0
     inputs = {"input": place(x.to(call.dtype), call.shift)}
     for name in ("weight", "bias"):
         t = torch.randn(call.shape[1], generator=g).to(call.params or call.dtype)
@@ -160,17 +166,26 @@ def test_a_pixel_has_the_same_bits_everywhere(call):
 
 
 @needs_interpreter
+@pytest.mark.parametrize("why", ["nan", "overflow", "far from channel 0"])
 @pytest.mark.parametrize("call", [CALLS[2], CALLS[4], CALLS[10], CALLS[11]], ids=str)
-def test_a_pixel_beside_one_that_is_taken_again(call):
-    """Catches other bits of channels that are kept than of the same that are read again."""
+def test_a_pixel_beside_one_that_is_taken_again(call, why):
+    """Catches moments that a neighbour changes, or that one warp of a group takes without the
+    others; and other bits of channels that are kept than of the same that are read again."""
     inputs, grad = make_inputs(call)
     alone, _ = run(call, inputs, grad)
     inputs["input"] = place(inputs["input"], 0)
-    inputs["input"][0, -1, 0] = torch.nan
+    pixel = inputs["input"][0, :, 1]
+    if why == "nan":
+        pixel[-1] = torch.nan
+    elif why == "overflow":
+        pixel *= 1e30 if call.dtype != F64 else 1e200
+    else:
+        pixel += 1e4
+        pixel[0] = 0
     beside, _ = run(call, inputs, grad)
     for name in ("output", "grad_input"):
-        assert beside[name][0, :, 0].isnan().all()
-        beside[name][0, :, 0] = alone[name][0, :, 0]
+        assert beside[name][0, :, 1].isnan().all() == (why == "nan")
+        beside[name][0, :, 1] = alone[name][0, :, 1]
         assert torch.equal(beside[name], alone[name]), name
 
 

@@ -18,6 +18,7 @@
 
 #include "core/epilogue.h"
 #include "core/norm_args.h"
+#include "core/packed.h"
 #include "core/source.h"
 
 namespace fused_op {
@@ -191,6 +192,9 @@ struct RotatedAffine : Affine<W, X> {
   using Args = RopeForwardArgs;
   using Inner = Affine<W, X>;
   static constexpr bool kInHalves = Form::kInHalves;
+  // Whether two elements are rotated at a time: each step is rounded.
+  static constexpr bool kInPairs =
+      sizeof(X) == 2 && std::is_same_v<C, X> && Form::kRoundsNorm && Form::kRoundsProducts;
 
   const Args& call;
   std::int64_t row;
@@ -248,6 +252,17 @@ struct RotatedAffine : Affine<W, X> {
     }
   }
 
+  // The same, rounded.
+  template <int N, typename A>
+  __device__ __forceinline__ static Pack<X, N> scaled(const Pack<W, N>& weight, A (&values)[N]) {
+    if constexpr (Form::kRoundsXhat && std::is_same_v<W, X>) {
+      return Pairs<X>::product(rounded<X>(values), weight);
+    } else {
+      scale(weight, values);
+      return rounded<X>(values);
+    }
+  }
+
   template <typename Norm, typename Parameters, typename Beside, int N, typename A>
   __device__ __forceinline__ void apply(const Parameters& parameters, const Beside&, int i,
                                         A (&values)[N]) {
@@ -265,18 +280,31 @@ struct RotatedAffine : Affine<W, X> {
   template <typename Norm, typename Parameters, int N, typename A>
   __device__ __forceinline__ void apply_to_halves(const Parameters& of_first,
                                                   const Parameters& of_second, int i,
-                                                  A (&values)[N], A (&others)[N]) {
-    scale(of_first.weight, values);
-    scale(of_second.weight, others);
-    A before[N], c[N], s[N], minus_s[N];
-    Angles<Form, C>(call.rotation, row).load_pairs(first + i * step, c, s);
+                                                  A (&values)[2][N], Pack<X, N> (&results)[2]) {
+    const Angles<Form, C> angles(call.rotation, row);
+    const int pair = first + i * step;
+    if constexpr (kInPairs) {
+      using P = Pairs<X>;
+      const Pack<X, N> a = scaled(of_first.weight, values[0]);
+      const Pack<X, N> b = scaled(of_second.weight, values[1]);
+      const Pack<X, N> c = pack_at<N>(angles.cos + pair), s = pack_at<N>(angles.sin + pair);
+      results[0] = P::difference(P::product(a, c), P::product(b, s));
+      results[1] = P::sum(P::product(b, c), P::product(a, s));
+    } else {
+      scale(of_first.weight, values[0]);
+      scale(of_second.weight, values[1]);
+      A before[N], c[N], s[N], minus_s[N];
+      angles.load_pairs(pair, c, s);
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      before[j] = values[j];
-      minus_s[j] = -s[j];
+      for (int j = 0; j < N; ++j) {
+        before[j] = values[0][j];
+        minus_s[j] = -s[j];
+      }
+      Angles<Form, C>::template turn<X, Form::kRoundsProducts>(values[0], values[1], c, minus_s);
+      Angles<Form, C>::template turn<X, Form::kRoundsProducts>(values[1], before, c, s);
+      results[0] = rounded<X>(values[0]);
+      results[1] = rounded<X>(values[1]);
     }
-    Angles<Form, C>::template turn<X, Form::kRoundsProducts>(values, others, c, minus_s);
-    Angles<Form, C>::template turn<X, Form::kRoundsProducts>(others, before, c, s);
   }
 
  private:

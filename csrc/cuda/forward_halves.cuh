@@ -40,11 +40,12 @@ __device__ __forceinline__ void write_halves(const typename Op::Args& args, std:
         values[half][j] = Norm::normalized(values[half][j], normalizer);
       }
     }
-    epilogue.template apply_to_halves<Norm>(parameters[i], parameters[i + kApart], i, values[0],
-                                            values[1]);
+    Pack<Y, N> results[2];
+    epilogue.template apply_to_halves<Norm>(parameters[i], parameters[i + kApart], i, values,
+                                            results);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      Access::store_pack(lane, output, i + half * kApart, rounded<Y>(values[half]));
+      Access::store_pack(lane, output, i + half * kApart, results[half]);
     }
   }
 }

@@ -8,7 +8,7 @@
 //   apply()            x̂ to y, in place; called for packs 0, 1, 2 and so on of a lane
 //   kInHalves          optional: whether it prefers two packs at once that lie half a row apart.
 //                      Where the layout of a row allows it, apply_to_halves() then takes the place
-//                      of apply()
+//                      of apply(), and rounds what it returns
 //   normalizer         a member that only epilogues have which also normalise other elements
 //                      of the row
 //
@@ -24,7 +24,8 @@
 //                  the parameter gradients, and replaces a pack of the rows beside by its gradient
 //   recover()      y to x̂, in place, with kFromOutput: backward then reads y instead of x
 //   kInHalves      optional, as above. pullback_halves() then takes the place of pullback(). It
-//                  also takes what load_of_row() returned, as OfRow, and the other half's dy
+//                  also takes what load_of_row() returned, as OfRow, whether the pack is in the
+//                  second half, and dy of the other half
 #pragma once
 
 #include <type_traits>

@@ -1,7 +1,9 @@
-// Arithmetic on packs of 16-bit elements, two at a time. Each operation rounds once, as PyTorch
-// does that computes in float and rounds the result: neither a product of two elements nor a sum
-// that is near a tie has more bits than float. Torch-free.
+// Arithmetic on packs of 16-bit elements, two at a time. Each operation rounds once. The bits are
+// those of a float operation whose result is rounded, because a float holds every product of two
+// elements, and every sum of two that is near a tie. Torch-free.
 #pragma once
+
+#include <type_traits>
 
 #include "core/convert.h"
 

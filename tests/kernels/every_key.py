@@ -14,12 +14,21 @@ from dataclasses import replace
 import torch
 
 from fused_op._kernel_plan import Call
-from tests.kernels import every_kernel, interpreter, run_gated, run_quantized
+from tests.kernels import (
+    every_kernel,
+    interpreter,
+    run_channels_first,
+    run_gated,
+    run_group_norm,
+    run_modulated,
+    run_quantized,
+    run_rope,
+)
 from tests.kernels.interpreter import ROUNDINGS, Gpu, KernelFault, empty
 from tests.kernels.run_call import place_heads
 from tests.kernels.run_gated import Gating
 from tests.numerics.test_quantized import RULES
-from tests.ops import F64, PAIRS
+from tests.ops import F32, F64, PAIRS
 
 WIDTHS = (1, 3, 24, 40, 41, 128, 1025, 9216, 20_000)
 ROWS = (3, 66)  # with one SM the latter are not few
@@ -112,10 +121,61 @@ def gated(gpu: Gpu) -> int:
     return asked
 
 
+def rope(gpu: Gpu) -> int:
+    """Whole and partly rotated heads, with weights of their own, of all, and without."""
+    asked = 0
+    roundings = ("once", "before_rotation", "before_weight")
+    for pair, cols, style, rounding, own, part in itertools.product(
+        PAIRS, (24, 64, 128, 512, 2048), ("neox", "gptj"), roundings, (True, False), (1, 2)
+    ):
+        for angles in {pair.rows, F32} - ({F32} if pair.rows == F64 else set()):
+            heads, place = (empty(3, 2, cols, dtype=pair.rows) for _ in range(2))
+            cos = empty(3, cols // 2 // part, dtype=angles)
+            weight = empty(*([2] if own else []), cols, dtype=pair.params)
+            options = run_rope.Options(style, rounding)
+            run_rope.run(gpu, options, heads, cos, cos, weight, heads, place)
+            asked += 1
+    return asked
+
+
+def modulated(gpu: Gpu) -> int:
+    """Entries of one row and of several, with and without parameters and a residual."""
+    asked = 0
+    norms = ("layer_norm", "rms_norm")
+    for pair, cols, norm, each, own, gates in itertools.product(
+        PAIRS, WIDTHS, norms, (1, 2), (True, False), (True, False)
+    ):
+        for entry in {pair.rows, pair.params} if cols * pair.rows.itemsize <= 1 << 15 else ():
+            rows, table = empty(4, cols, dtype=pair.rows), empty(4 // each, cols, dtype=entry)
+            weight = empty(cols, dtype=pair.params) if own else None
+            entries = run_modulated.Entries(table, table, table if gates else None, each)
+            more = rows if gates else None
+            _, _, stats = run_modulated.forward(gpu, norm, rows, entries, weight, residual=more)
+            run_modulated.backward(gpu, norm, rows, entries, rows, stats, weight, grad_sum=more)
+            asked += 1
+    return asked
+
+
+def images(gpu: Gpu) -> int:
+    """Norms over channels and group norms."""
+    asked = 0
+    shapes = [(2, 3, 7), (2, 24, 8), (1, 48, 66), (1, 96, 196), (1, 768, 49), (1, 2052, 12)]
+    for pair, shape, silu in itertools.product(PAIRS, shapes, (True, False)):
+        x = empty(*shape, dtype=pair.rows)
+        weight, bias = (empty(shape[1], dtype=pair.params) for _ in range(2))
+        for norm in run_channels_first.KINDS:
+            run_channels_first.run(gpu, norm, x, weight, bias, x, silu)
+        inputs = {"input": x, "weight": weight, "bias": bias}
+        for groups in (1, 3):
+            run_group_norm.run(gpu, groups, inputs, x, silu)
+        asked += 4
+    return asked
+
+
 def main() -> None:
     interpreter.compile_kernel = interpreter.Compile(lambda header, name: ADDRESS)
     gpu = AskedGpu(multiprocessors=1)
-    for family in (norms, quantized, gated):
+    for family in (norms, quantized, gated, rope, modulated, images):
         print(family.__name__, family(gpu))
 
 

@@ -24,9 +24,10 @@ struct Call {
 
 // Bytes of shared memory for one column of one row.
 int staged_column(const BackwardSpec& spec) {
-  const int third = spec.variant != nullptr ? size_of(spec.variant->beside.dtype)
-                    : spec.adds             ? size_of(spec.row)
-                                            : 0;
+  const bool beside = spec.variant != nullptr && spec.variant->beside.data != nullptr;
+  const int third = beside      ? size_of(spec.variant->beside.dtype)
+                    : spec.adds ? size_of(spec.row)
+                                : 0;
   return size_of(read_as_x(spec)) + size_of(spec.grad_output) + third;
 }
 

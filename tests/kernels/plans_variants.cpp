@@ -1,11 +1,13 @@
 // The plans of variants of the norms: of forward, and of those backwards that may have a tail. Run
 // by plans.cpp.
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 
 #include "core/gated_variant.h"
 #include "core/modulated_variant.h"
 #include "core/rope_variant.h"
+#include "cuda/plan_backward_grid.h"
 #include "plans.h"
 
 namespace fused_op::cuda {
@@ -96,8 +98,21 @@ void check_rope(DType row, DType table, std::int64_t cols) {
   const ConstRows cos = rows_of(table, half);
   args.rotation = make_rotation({cos, cos.data, half, false}, 8, false, false, false, args);
   set_packs(args.rotation, {args.input}, cols);
-  const RopeVariant variant(args.rotation, row, row, args.cols, Rounding::kOnce);
+  const RopeVariant variant(args.rotation, row, row, cols, Rounding::kOnce);
   check_forward(spec_of(args, &variant), cols);
+
+  NormBackwardArgs backward;
+  backward.kind = args.kind;
+  backward.dtype = backward.param_dtype = backward.grad_output.dtype = row;
+  backward.grad_input.dtype = backward.grad_residual.dtype = row;
+  const BackwardSpec spec = spec_of(backward, &variant);
+  check_backward(spec, cols);
+  const BackwardGrid grid = grid_of(spec, cols);
+  const std::int64_t units = cols % unit_of(spec) == 0 ? cols / unit_of(spec) : 0;
+  const bool has_halves = std::has_single_bit(static_cast<std::uint64_t>(units)) && units >= 4;
+  if (has_halves && units <= 2 * kWarpSize && (grid.units != 2 || 2 * grid.lanes != units)) {
+    report("no lane has both elements of a pair", "rope", kRows, cols, {});
+  }
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // Arithmetic on packs of 16-bit elements, two at a time. Each operation rounds once. The bits are
-// those of a float operation whose result is rounded, because a float holds every product of two
-// elements, and every sum of two that is near a tie. Torch-free.
+// those of a float operation whose result is rounded: where a float does not hold a product or a
+// sum of two elements exactly, it is not near a tie. Torch-free.
 #pragma once
 
 #include <type_traits>

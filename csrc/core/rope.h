@@ -369,7 +369,7 @@ struct RotatedAffine : Affine<W, X> {
       pullback_turned<Norm>(parameters, col, xhat, dy, grad_xhat, sums);
     }
     // What pullback_halves() reads of a row. A kernel loads it a row ahead: 320 us without, 245 us
-    // with that (as above).
+    // with that (as above, when a lane had one pack).
     template <int N>
     struct OfRow {
       Pack<C, N> cos;

@@ -1,5 +1,5 @@
 // Backward of epilogues that take two packs half a row apart at once (core/epilogue.h), for rows of
-// which each lane has both. Compiled by nvcc and by NVRTC; torch-free.
+// which each lane has two such packs. Compiled by nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include "core/epilogue.h"
@@ -9,60 +9,35 @@ namespace fused_op::cuda {
 
 // Whether an epilogue takes two packs half a row apart at once, and a lane has both.
 template <typename Op, typename Tile>
-constexpr bool kPairsHalves = takes_halves<typename Op::Epilogue>() &&
-                              Tile::kWidth == Tile::kWarpCols && Tile::kVectors % 2 == 0;
+constexpr bool kPairsHalves =
+    takes_halves<typename Op::Epilogue>() && Tile::kWidth == Tile::kWarpCols && Tile::kVectors == 2;
 
 // What a lane needs of a row beside its packs of x.
 template <typename Op, typename Tile, bool kPairs = kPairsHalves<Op, Tile>>
 class Halves {
   static constexpr int N = Tile::kPack;
-  static constexpr int kApart = Tile::kVectors / 2;
   using Args = typename Op::Args;
-  using Dy = Pack<typename Op::GradOutput, N>;
   using OfRow = typename Op::Epilogue::template OfRow<N>;
 
  public:
-  __device__ __forceinline__ Halves(const Args& args, std::int64_t row, int col) {
-    load_of_next(args, row, col);
-  }
+  Pack<typename Op::GradOutput, N> dy[2];
+  OfRow of_row;  // what the epilogue reads of it: loaded while the row before is computed
 
-  // Goes on to a row, of which dy_of(i) is this lane's pack i. What the epilogue reads of a row is
-  // loaded while the row before is computed.
-  template <typename DyOf>
-  __device__ __forceinline__ void advance(const Args& args, std::int64_t next_row, int col,
-                                          const DyOf& dy_of) {
-#pragma unroll
-    for (int i = 0; i < Tile::kVectors; ++i) {
-      dy_[i] = dy_of(i);
-    }
-#pragma unroll
-    for (int i = 0; i < kApart; ++i) {
-      of_row_[i] = of_next_row_[i];
-    }
-    load_of_next(args, next_row, col);
-  }
+  __device__ __forceinline__ Halves(const Args& args, std::int64_t row, int col)
+      : of_next_row_(load(args, row, col)) {}
 
-  __device__ __forceinline__ static bool is_second(int i) { return i >= kApart; }
-  // Pack i of dy, and the one half a row from it.
-  __device__ __forceinline__ const Dy& dy(int i) const { return dy_[i]; }
-  __device__ __forceinline__ const Dy& other(int i) const {
-    return dy_[(i + kApart) % Tile::kVectors];
+  // Goes on from a row to its next; the caller sets dy.
+  __device__ __forceinline__ void advance(const Args& args, std::int64_t next_row, int col) {
+    of_row = of_next_row_;
+    of_next_row_ = load(args, next_row, col);
   }
-  __device__ __forceinline__ const OfRow& of_row(int i) const { return of_row_[i % kApart]; }
 
  private:
-  __device__ __forceinline__ void load_of_next(const Args& args, std::int64_t row, int col) {
-    if (row < args.rows) {
-#pragma unroll
-      for (int i = 0; i < kApart; ++i) {
-        of_next_row_[i] = Op::Epilogue::template load_of_row<N>(args, row, col + i * Tile::kStep);
-      }
-    }
+  __device__ __forceinline__ static OfRow load(const Args& args, std::int64_t row, int col) {
+    return row < args.rows ? Op::Epilogue::template load_of_row<N>(args, row, col) : OfRow{};
   }
 
-  Dy dy_[Tile::kVectors];
-  OfRow of_row_[kApart];
-  OfRow of_next_row_[kApart];
+  OfRow of_next_row_;
 };
 
 template <typename Op, typename Tile>

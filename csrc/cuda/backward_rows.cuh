@@ -79,8 +79,9 @@ class RowBackward {
   // For a row in halves: see backward_halves.cuh.
   __device__ __forceinline__ void take_halves(std::int64_t next_row) {
     if constexpr (kPairsHalves<Op, Tile>) {
-      halves_.advance(args_, next_row, lane_.first,
-                      [&](int i) { return staged_.template load<1>(i); });
+      halves_.advance(args_, next_row, lane_.first);
+      halves_.dy[0] = staged_.template load<1>(0);
+      halves_.dy[1] = staged_.template load<1>(1);
     }
   }
 
@@ -187,12 +188,11 @@ class RowBackward {
                                          A (&xhat)[N], A (&grad)[N], Sums& totals) {
     if constexpr (kPairsHalves<Op, Tile>) {
       A values[N], other[N];
-      to_values(halves_.dy(i), values);
-      to_values(halves_.other(i), other);
+      to_values(halves_.dy[i], values);
+      to_values(halves_.dy[1 - i], other);
       load_xhat<Op>(epilogue, parameters_.get(i), x, beside, normalizer, xhat);
-      epilogue.template pullback_halves<Norm>(parameters_.get(i), halves_.of_row(i),
-                                              halves_.is_second(i), lane_.col(i), xhat, values,
-                                              other, grad, totals);
+      epilogue.template pullback_halves<Norm>(parameters_.get(i), halves_.of_row, i == 1,
+                                              lane_.col(i), xhat, values, other, grad, totals);
     } else {
       cuda::expand<Op>(epilogue, parameters_.get(i), lane_.col(i), x, dy, beside, normalizer, xhat,
                        grad, totals);

@@ -52,8 +52,8 @@ BackwardGrid shared_warp_grid(std::int64_t units, bool odd) {
 BackwardGrid best_grid(const BackwardSpec& spec, std::int64_t units, bool odd) {
   // H200, bf16, 128 columns, share of add with one unit a lane and with both halves' two: 0.76 0.91
   // for 32 heads of 32768 tokens.
-  if (spec.variant != nullptr && spec.variant->pairs_halves && units >= 4 &&
-      units <= 2 * kWarpSize && units == lanes_for(units)) {
+  const bool pairs = spec.variant != nullptr && spec.variant->pairs_halves && !odd;
+  if (pairs && units >= 4 && units <= 2 * kWarpSize && units == lanes_for(units)) {
     return {static_cast<int>(units / 2), 2, 1};
   }
   const bool drops = spec.drops_input || spec.drops_output;

@@ -8,7 +8,7 @@ heads are whole vectors: the op takes others one by one.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -58,14 +58,17 @@ CALLS = [
     Call(9, 4, 64, 32, Options("gptj", "before_weight"), F16, angles=F16, weights="own"),
     Call(30, 4, 128, 32, NORM, angles=F32, weights="own", others=1, params=F32, sms=4),
     Call(6, 2, 256, 128, NORM, F32),
-    # Rows in halves, of one lane's packs or a pack of each lane: rows that share a warp and that do
-    # not, the last of them without a neighbour, and several rows of each lane.
+    # Rows in halves, with both elements of each pair in one lane or not: rows that share a warp and
+    # that do not, the last of them without a neighbour, and several rows of each lane.
     Call(39, 3, 64, 32, LLAMA, angles=BF16, weights="own", sms=3),
     Call(41, 5, 256, 128, NORM, F16, angles=F16, period=7, others=2, sms=2),
     Call(83, 1, 128, 64, LLAMA, weights="none", sms=1),
     Call(21, 3, 128, 64, dtype=F64, angles=F64, weights="own", others=1, sms=1),
     Call(33, 3, 32, 16, NORM, angles=BF16, sms=1),
     Call(5, 3, 512, 256, LLAMA, angles=BF16, sms=1),
+    Call(5, 3, 1024, 512, LLAMA, angles=BF16, sms=1),
+    Call(9, 2, 16, 8, dtype=F32, weights="own"),
+    Call(9, 2, 62, 31, NORM, angles=BF16),
     Call(6, 2, 256, 128, LLAMA, angles=BF16, others=1),
     Call(4, 3, 80, 16, LLAMA, angles=BF16, others=2),
     Call(4, 3, 96, 48, GPTJ, F16, others=1),
@@ -194,6 +197,25 @@ def check(call: Call) -> None:
             # A value next to a tie of the input's dtype may go either way.
             bound = max(BOUNDS[actual.dtype], BOUNDS[call.dtype if rounds else actual.dtype])
             assert error <= bound, f"{name}: {error:.3g} of the largest"
+
+
+@needs_interpreter
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_pairs_of_elements_have_the_bits_of_each_alone(dtype: torch.dtype, rounding: str) -> None:
+    """Catches pairs where not every step is rounded, other roundings, and signs of zeros.
+
+    Rows that do not begin at multiples of 16 bytes are rotated one element at a time.
+    """
+    call = Call(9, 3, 128, 64, Options(rounding=rounding), dtype, angles=dtype)
+    x, cos, sin, weight, dy = inputs(call)
+    x[::3, :, ::5], sin[::2, ::3], cos[::2, 1::3] = -0.0, 0.0, -0.0
+    found = []
+    for shift in (0, 1):
+        rows = rows_for(replace(call, shift=shift), None).copy_(x)
+        y, _ = run(Gpu(call.sms), call.options, rows, cos, sin, weight, dy, None)
+        found.append(y.view(torch.int16))
+    assert torch.equal(*found)
 
 
 @needs_interpreter

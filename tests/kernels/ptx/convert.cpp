@@ -100,7 +100,7 @@ struct ToF16Pair {
 struct ToBf16Pair {
   u32 operator()(f32 high, f32 low) const { return u32{to_bf16(high)} << 16 | to_bf16(low); }
 };
-// Exact as long as a·b + c is: that of two elements and -0, or of one element, ±1 and another.
+// Rounds a float, which makes no difference if c is -0 or one of a and b is ±1: see core/packed.h.
 struct F16PairFma {
   u32 operator()(u32 a, u32 b, u32 c) const {
     const auto of = [&](int shift) {

@@ -38,35 +38,28 @@ struct Pairs {
 
   template <int N>
   __device__ __forceinline__ static Pack<T, N> product(const Pack<T, N>& a, const Pack<T, N>& b) {
-    Pack<T, N> result;
-#pragma unroll
-    for (int w = 0; w < kWords<N>; ++w) {
-      // Adding -0 changes no product, not even the sign of a zero.
-      result.words[w] = multiply_add_pair(T{}, a.words[w], b.words[w], kSigns);
-    }
-    return result;
+    // Adding -0 changes no product, not even the sign of a zero.
+    return by_words<N>(
+        [&](int w) { return multiply_add_pair(T{}, a.words[w], b.words[w], kSigns); });
   }
   template <int N>
   __device__ __forceinline__ static Pack<T, N> sum(const Pack<T, N>& a, const Pack<T, N>& b) {
-    return add<N>(a, b, kOne);
+    return by_words<N>([&](int w) { return multiply_add_pair(T{}, b.words[w], kOne, a.words[w]); });
   }
   template <int N>
   __device__ __forceinline__ static Pack<T, N> difference(const Pack<T, N>& a,
                                                           const Pack<T, N>& b) {
-    return add<N>(a, b, kOne | kSigns);
+    return by_words<N>(
+        [&](int w) { return multiply_add_pair(T{}, b.words[w], kOne | kSigns, a.words[w]); });
   }
 
  private:
-  template <int N>
-  static constexpr int kWords = sizeof(Pack<T, N>::words) / 4;
-
-  template <int N>
-  __device__ __forceinline__ static Pack<T, N> add(const Pack<T, N>& a, const Pack<T, N>& b,
-                                                   std::uint32_t factor) {
+  template <int N, typename Word>
+  __device__ __forceinline__ static Pack<T, N> by_words(const Word& word) {
     Pack<T, N> result;
 #pragma unroll
-    for (int w = 0; w < kWords<N>; ++w) {
-      result.words[w] = multiply_add_pair(T{}, b.words[w], factor, a.words[w]);
+    for (int w = 0; w < static_cast<int>(sizeof(result.words) / 4); ++w) {
+      result.words[w] = word(w);
     }
     return result;
   }

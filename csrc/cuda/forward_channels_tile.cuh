@@ -85,8 +85,10 @@ class Channels {
  public:
   __device__ __forceinline__ Channels(const void* data, const PixelPlace<Op>& place)
       : from_(static_cast<const E*>(data)), place_(place) {
-    clear(first_);
-    load_bytes_if<sizeof(E) * N, false>(place_.live, from_ + place_.first, first_.words);
+    if constexpr (Op::Norm::kCentered) {
+      clear(first_);
+      load_bytes_if<sizeof(E) * N, false>(place_.live, from_ + place_.first, first_.words);
+    }
     if constexpr (kKept) {
 #pragma unroll
       for (int i = 0; i < Op::kEach; ++i) {
@@ -100,7 +102,7 @@ class Channels {
       cuda::stay_packed(packs_);
     }
   }
-  // Of channel 0, which every warp has read.
+  // Of channel 0, which every warp has read if the norm subtracts a mean.
   template <typename A>
   __device__ __forceinline__ void get_first(A (&values)[N]) const {
     to_values(first_, values);

@@ -21,7 +21,7 @@ def test_every_kernel_has_a_key_of_its_own():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     counts = dict(re.findall(r"(\w+) (\d+)", done.stdout))
-    expected = ("norms", "quantized", "gated", "rope", "modulated", "images")
-    assert {name: int(count) > 100 for name, count in counts.items()} == dict.fromkeys(
-        expected, True
-    )
+    least = dict.fromkeys(("norms", "quantized", "gated", "rope", "modulated"), 800)
+    least["images"] = 250
+    assert counts.keys() == least.keys()
+    assert all(int(counts[name]) > count for name, count in least.items()), counts

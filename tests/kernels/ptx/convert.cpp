@@ -101,20 +101,12 @@ struct ToBf16Pair {
   u32 operator()(f32 high, f32 low) const { return u32{to_bf16(high)} << 16 | to_bf16(low); }
 };
 // Rounds a float, which makes no difference if c is -0 or one of a and b is ±1: see core/packed.h.
-struct F16PairFma {
+template <typename From, typename To>
+struct PairFma {
   u32 operator()(u32 a, u32 b, u32 c) const {
     const auto of = [&](int shift) {
-      const auto half = [&](u32 word) { return from_f16(static_cast<u16>(word >> shift)); };
-      return u32{to_f16(std::fma(half(a), half(b), half(c)))} << shift;
-    };
-    return of(0) | of(16);
-  }
-};
-struct Bf16PairFma {
-  u32 operator()(u32 a, u32 b, u32 c) const {
-    const auto of = [&](int shift) {
-      const auto half = [&](u32 word) { return from_bf16(static_cast<u16>(word >> shift)); };
-      return u32{to_bf16(std::fma(half(a), half(b), half(c)))} << shift;
+      const auto half = [&](u32 word) { return From{}(static_cast<u16>(word >> shift)); };
+      return u32{To{}(std::fma(half(a), half(b), half(c)))} << shift;
     };
     return of(0) | of(16);
   }
@@ -232,8 +224,8 @@ void add_conversions(PlainTable& table) {
   table["cvt.rn.bf16.f32"] = Lanewise<ToBf16, u16, f32>::plain();
   table["cvt.rn.f16x2.f32"] = Lanewise<ToF16Pair, u32, f32, f32>::plain();
   table["cvt.rn.bf16x2.f32"] = Lanewise<ToBf16Pair, u32, f32, f32>::plain();
-  table["fma.rn.f16x2"] = Lanewise<F16PairFma, u32, u32, u32, u32>::plain();
-  table["fma.rn.bf16x2"] = Lanewise<Bf16PairFma, u32, u32, u32, u32>::plain();
+  table["fma.rn.f16x2"] = Lanewise<PairFma<FromF16, ToF16>, u32, u32, u32, u32>::plain();
+  table["fma.rn.bf16x2"] = Lanewise<PairFma<FromBf16, ToBf16>, u32, u32, u32, u32>::plain();
   table["cvt.rn.satfinite.e4m3x2.f32"] = Lanewise<ToF8Pair<3, 7, 448>, u16, f32, f32>::plain();
   table["cvt.rn.satfinite.e5m2x2.f32"] = Lanewise<ToF8Pair<2, 15, 57344>, u16, f32, f32>::plain();
   // Generic addresses are windows beside the host's addresses. Only addresses of shared memory are

@@ -1,7 +1,10 @@
 // The RMS norm of heads with rotary embedding: for one tensor, or for the queries and keys of a
 // packed tensor, whose gradient is written once.
+#include <algorithm>
+
 #include "backend.h"
 #include "checks.h"
+#include "core/pack.h"
 #include "rope_call.h"
 #include "variant.h"
 
@@ -167,6 +170,27 @@ void backward_of_part(const OptionalTensor& grad_output, const HeadTensors& head
   }
 }
 
+// Whether all rows of a tensor can be seen as elements of 16 bytes.
+bool is_of_vectors(const at::Tensor& tensor) {
+  const auto whole = [&](std::int64_t elements) {
+    return elements * tensor.element_size() % kVectorBytes == 0;
+  };
+  const at::IntArrayRef strides = tensor.strides();
+  return strides.back() == 1 && std::all_of(strides.begin(), strides.end() - 1, whole) &&
+         whole(tensor.size(-1)) && whole(tensor.storage_offset()) &&
+         reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % kVectorBytes == 0;
+}
+
+// Where memory is not dense, PyTorch's GPU kernel copies one element a load. H200, values of 32768
+// tokens of Qwen3 8B: 80 us with elements of 2 bytes, 35 us with elements of 16.
+void copy_heads(const at::Tensor& to, const at::Tensor& from) {
+  if (is_of_vectors(to) && is_of_vectors(from)) {
+    to.view(at::kComplexDouble).copy_(from.view(at::kComplexDouble));
+  } else {
+    to.copy_(from);
+  }
+}
+
 Three qk_norm_rope_backward(const OptionalTensor& grad_q, const OptionalTensor& grad_k,
                             const OptionalTensor& grad_v, const at::Tensor& qkv,
                             const at::Tensor& cos, const at::Tensor& sin,
@@ -216,7 +240,11 @@ Three qk_norm_rope_backward(const OptionalTensor& grad_q, const OptionalTensor& 
                    {rows_of(1), of_k.weight});
   if (wanted[0]) {
     const at::Tensor v = rows_of(2);
-    grad_v ? v.copy_(*grad_v) : v.zero_();
+    if (grad_v) {
+      copy_heads(v, *grad_v);
+    } else {
+      v.zero_();
+    }
   }
   return {or_nothing(grad_qkv, qkv), or_nothing(of_q.weight, qkv), or_nothing(of_k.weight, qkv)};
 }

@@ -4,6 +4,8 @@ Catches parts that are taken from the wrong columns, a gradient with a part miss
 from memory, and a view that is copied.
 """
 
+import math
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -14,7 +16,7 @@ from fused_op._rope_formula import split
 from tests.calls import Calls, assert_same
 from tests.contexts.graphs import Graphs
 from tests.numerics.test_heads import copies
-from tests.ops import BF16, F32
+from tests.ops import BF16, F32, F64
 from tests.variants.test_rms_norm_rope import ROW, STYLES, angles, draw
 from tests.variants.test_variants import Seen
 
@@ -84,6 +86,26 @@ def test_views_are_read_where_they_are(dtype, device):
         call = leaves[0], *turn, weight, weight, 1e-6
         assert copies(lambda: fused_qk_norm_rope(*call, **QKV)) == 0
     assert copies(lambda: torch.autograd.grad(found, leaves, grads)) == 1
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F64])
+@pytest.mark.parametrize("layout", ["dense", "heads_apart", "columns_apart", "expanded", "shifted"])
+@pytest.mark.parametrize("cols", [64, 6])
+def test_gradients_of_values_are_copied_from_any_layout(cols, layout, dtype, device):
+    qkv, *rest = packed(dtype, device, cols)
+    shape = (*qkv.shape[:-1], 2, cols)
+    memory = draw(2 * math.prod(shape) + 1, dtype=dtype, device=device)
+    grad = {
+        "dense": memory[:-1].view(2, *shape)[1],
+        "heads_apart": memory[:-1].view(*shape[:-2], 2, *shape[-2:])[..., 1, :, :],
+        "columns_apart": memory[:-1].view(*shape, 2)[..., 0],
+        "expanded": memory[:cols].expand(shape),
+        "shifted": memory[1 : math.prod(shape) + 1].view(shape),
+    }[layout]
+    _, _, v = fused_qk_norm_rope(qkv, *rest, 1e-6, **QKV)
+    (found,) = torch.autograd.grad(v, qkv, grad)
+    assert torch.equal(found[..., 6 * cols :], grad.flatten(-2))
+    assert not found[..., : 6 * cols].any()
 
 
 def test_gradients_that_do_not_arrive_are_zero(device):

@@ -2,7 +2,8 @@
 
 Inductor cannot fuse an addition with an op that it does not generate. ``compile_pass`` finds the
 additions in its graphs, forward and backward, and lets the norms do them. The rotations of
-attention are found before, in ``_compiled_rotations.py``.
+attention, and additions behind dropout, are found before: in ``_compiled_rotations.py`` and
+``_compiled_dropouts.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from . import _compiled_rotations, _graph_effects
+from . import _compiled_dropouts, _compiled_rotations, _graph_effects, _graph_norms
 from ._inductor import arguments_of, install, version_of
 
 _ADD = torch.ops.aten.add.Tensor
@@ -35,13 +36,13 @@ class CompilePassReport(NamedTuple):
     """
 
     forward: int
-    """Norms that now add the residual, too."""
+    """Norms that now add the residual, too, to what they drop where dropout was in front of it."""
     backward: int
     """Backward passes of norms that now add the gradient of the residual, too."""
     rotations: int
     """Norms of queries or keys that now apply the rotary embedding, too."""
     left: dict[str, int]
-    """Additions and rotations beside a norm that stayed, by reason."""
+    """Additions, rotations and dropouts beside a norm that stayed, by reason."""
 
     def __str__(self) -> str:
         """A line for each count."""
@@ -60,10 +61,10 @@ class CompilePass:
         self._lock = threading.Lock()
         self._done: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
-        files = (__file__, _compiled_rotations.__file__, _graph_effects.__file__)
-        version = version_of(*files)
+        files = _compiled_dropouts.__file__, _compiled_rotations.__file__
+        version = version_of(__file__, *files, _graph_effects.__file__, _graph_norms.__file__)
         self._slots = [
-            install("pre_grad_custom_pass", self._fuse_rotations, version),
+            install("pre_grad_custom_pass", self._fuse_before_autograd, version),
             install("post_grad_custom_pre_pass", self._fuse_additions, version),
         ]
 
@@ -78,11 +79,12 @@ class CompilePass:
             counts = {name: self._done[name] for name in ("forward", "backward", "rotations")}
             return CompilePassReport(**counts, left=dict(self._left))
 
-    def _fuse_rotations(self, graph: fx.Graph) -> None:
-        done, left = _compiled_rotations.fuse_rotations(graph)
+    def _fuse_before_autograd(self, graph: fx.Graph) -> None:
+        rotations, rotations_left = _compiled_rotations.fuse_rotations(graph)
+        dropouts, dropouts_left = _compiled_dropouts.fuse_dropouts(graph)
         with self._lock:
-            self._done["rotations"] += done
-            self._left += left
+            self._done += Counter(rotations=rotations, forward=dropouts)
+            self._left += rotations_left + dropouts_left
 
     def _fuse_additions(self, graph: fx.Graph) -> None:
         order = {node: i for i, node in enumerate(graph.nodes)}
@@ -129,6 +131,10 @@ def compile_pass() -> CompilePass:
     or :func:`fused_add_rms_norm`, with the same bits. In backward, the kernel also adds the
     gradient that arrives at the residual: ``round(dx + gradient)`` instead of
     ``round(round(dx) + gradient)``, which is the same in float32 and float64.
+
+    Dropout of one operand moves with the addition: ``x + dropout(y)`` before a norm. Nothing stores
+    the mask then. Its numbers follow ``torch.manual_seed`` but differ from those that Inductor
+    would draw, and the probability is rounded to a multiple of ``2^-16``.
 
     The rotary embedding of queries and keys moves into the RMS norm in front of it, as
     :func:`fused_rms_norm_rope` with the roundings of both: models that compute

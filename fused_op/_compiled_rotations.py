@@ -21,21 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ._graph_effects import changes_mode, may_change, shows_order, value_of
-from ._inductor import arguments_of
+from ._graph_norms import arguments_of_norm, is_call, may_differ, shape_of
 from ._rms_norm_rope import fused_rms_norm_rope
-
-_FORWARD = torch.ops.fused_op.norm_forward.default
-_BACKWARD = torch.ops.fused_op.norm_backward.default
-
-# All that the graphs of our own autograd.Function contain.
-_OF_OUR_FUNCTION: Any = (
-    *(_FORWARD, _BACKWARD, torch.ops.fused_op.in_row_order.default, operator.getitem),
-    *(torch._C._set_grad_enabled, torch._C._are_functorch_transforms_active),
-    *("unsqueeze", "squeeze"),  # what is saved, and back
-)
 
 _ADD: Any = (operator.add, torch.add, "add")
 _MUL: Any = (operator.mul, torch.mul, "mul")
@@ -67,7 +56,7 @@ class _Norm(NamedTuple):
 def fuse_rotations(graph: fx.Graph) -> tuple[int, Counter[str]]:
     """Fuse what can be fused: how many, and how many were left for which reason."""
     done, left = 0, Counter[str]()
-    for addition in [node for node in graph.nodes if _is_call(node, _ADD)]:
+    for addition in [node for node in graph.nodes if is_call(node, _ADD)]:
         rotation = _rotation_of(addition)
         norm = None if rotation is None else _norm_before(graph, rotation)
         if rotation is None or norm is None:
@@ -94,26 +83,20 @@ def _rotation_of(addition: fx.Node) -> _Rotation | None:
 
 def _orders(node: Any, targets: Any) -> Iterator[tuple[Any, Any]]:
     """The two operands of a call, and again in the other order, if it is one of these calls."""
-    if _is_call(node, targets) and len(node.args) == 2 and not node.kwargs:
+    if is_call(node, targets) and len(node.args) == 2 and not node.kwargs:
         first, second = node.args
         yield first, second
         yield second, first
 
 
-def _is_call(node: Any, targets: Any) -> bool:
-    """Whether a node is one of these calls, with its first operand by position."""
-    is_call = isinstance(node, fx.Node) and node.op in ("call_function", "call_method")
-    return is_call and bool(node.args) and node.target in targets
-
-
 def _is_crossed(node: Any, turned: Any) -> bool:
     """Whether a node is ``cat((-turned[..., half:], turned[..., :half]), -1)``."""
     parts = _parts_side_by_side(node)
-    cols = _shape(turned)[-1:]
+    cols = shape_of(turned)[-1:]
     if len(parts) != 2 or not cols or not isinstance(cols[0], int) or cols[0] % 2:
         return False
     negated, first = parts
-    if not _is_call(negated, _NEG):
+    if not is_call(negated, _NEG):
         return False
     half = cols[0] // 2
     halves = [_slice_of(part) for part in (first, negated.args[0])]
@@ -124,7 +107,7 @@ def _whole(addition: fx.Node, turned: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Output and heads of a rotation, of which ``turned`` may be the first columns."""
     source, columns = _slice_of(turned)
     users = [*addition.users]
-    cols = _shape(turned)[-1]
+    cols = shape_of(turned)[-1]
     if columns != slice(None, cols, None) or len(users) != 1:
         return addition, turned
     parts = _parts_side_by_side(users[0])
@@ -135,16 +118,16 @@ def _whole(addition: fx.Node, turned: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 def _parts_side_by_side(node: Any) -> Any:
     """The operands of a ``cat`` along the last dimension."""
-    if not _is_call(node, _CAT):
+    if not is_call(node, _CAT):
         return ()
     parts: Any = node.args[0]
     dimension = [*node.args[1:], *node.kwargs.values()]
-    return parts if dimension in ([-1], [len(_shape(node)) - 1]) else ()
+    return parts if dimension in ([-1], [len(shape_of(node)) - 1]) else ()
 
 
 def _slice_of(node: Any) -> tuple[Any, Any]:
     """``heads`` and ``columns`` of ``heads[..., columns]``."""
-    if not _is_call(node, (operator.getitem,)):
+    if not is_call(node, (operator.getitem,)):
         return None, None
     source, index = node.args
     is_slice = isinstance(index, tuple) and index[:-1] == (Ellipsis,)
@@ -154,11 +137,11 @@ def _slice_of(node: Any) -> tuple[Any, Any]:
 def _with_angles(
     output: fx.Node, heads: fx.Node, turned: fx.Node, cos: Any, sin: Any
 ) -> _Rotation | None:
-    if not _is_call(cos, _UNSQUEEZE) or not _is_call(sin, _UNSQUEEZE):
+    if not is_call(cos, _UNSQUEEZE) or not is_call(sin, _UNSQUEEZE):
         return None
     dimensions = [_dimensions(angles) for angles in (cos, sin)]
     cos, sin = cos.args[0], sin.args[0]
-    ranks = [len(_shape(node)) for node in (heads, cos, sin)]
+    ranks = [len(shape_of(node)) for node in (heads, cos, sin)]
     if dimensions not in ([[1], [1]], [[2], [2]]) or ranks != [4, 3, 3]:
         return None
     return _Rotation(output, heads, turned, cos, sin, dimensions[0][0])
@@ -173,57 +156,15 @@ def _dimensions(call: fx.Node) -> list[int]:
 def _norm_before(graph: fx.Graph, rotation: _Rotation) -> _Norm | None:
     """The RMS norm of this package whose output is rotated."""
     output: Any = rotation.heads
-    if rotation.head_dimension == 1 and _is_call(output, _TRANSPOSE):
+    if rotation.head_dimension == 1 and is_call(output, _TRANSPOSE):
         if _dimensions(output) not in ([1, 2], [2, 1]):
             return None
         output = output.args[0]
-    call = output.args[0] if _is_call(output, (operator.getitem,)) else output
+    call = output.args[0] if is_call(output, (operator.getitem,)) else output
     if not isinstance(call, fx.Node) or (call is not output and output.args[1] != 0):
         return None
-    given = arguments_of(call) if call.target is _FORWARD else _recorded(graph, call)
+    given = arguments_of_norm(graph, call)
     return _Norm(call, output, given) if given and given["norm"] == "rms_norm" else None
-
-
-def _recorded(graph: fx.Graph, call: fx.Node) -> dict[str, Any] | None:
-    """The arguments of the op in an ``autograd.Function``, which has a graph of its own."""
-    if getattr(call.target, "__name__", "") != "autograd_function_apply":
-        return None
-    names: Any = call.args[:2]
-    forward, backward = (getattr(graph.owning_module, name.target).graph for name in names)
-    if not _is_ours(forward, backward):
-        return None
-    (op,) = forward.find_nodes(op="call_function", target=_FORWARD)
-    placeholders = forward.find_nodes(op="placeholder")[2 - len(call.args) :]  # without ctx
-    outer = dict(zip(placeholders, call.args[2:], strict=False))
-    inner = arguments_of(op)
-    given = {name: outer.get(v) if isinstance(v, fx.Node) else v for name, v in inner.items()}
-    lost = [name for name, value in inner.items() if value is not None and given[name] is None]
-    return None if lost else given
-
-
-def _is_ours(forward: fx.Graph, backward: fx.Graph) -> bool:
-    """Whether two graphs are the norm and its gradients, from a saved input, and nothing else."""
-    calls = [n for graph in (forward, backward) for n in graph.nodes if "call" in n.op]
-    ops = [n for n in calls if n.target in (_FORWARD, _BACKWARD)]
-    if [n.target for n in ops] != [_FORWARD, _BACKWARD]:
-        return False
-    given = arguments_of(ops[1])
-    gradients = [(ops[1], i) for i, is_wanted in enumerate(given["wanted"]) if is_wanted]
-    return (
-        all(n.target in _OF_OUR_FUNCTION for n in calls)
-        and not given["x_is_output"]
-        and _results(forward)[:1] == [(ops[0], 0)]
-        and [result for result in _results(backward) if result is not None] == gradients
-    )
-
-
-def _results(graph: fx.Graph) -> list[Any]:
-    """Operands of the calls that compute the results; forward returns what it saves behind them."""
-    results: Any = graph.output_node().args[0]
-    while results and isinstance(results[0], tuple):
-        results = results[0]
-    computed = [r.args[0] if _is_call(r, ("squeeze",)) else r for r in results]
-    return [result.args if isinstance(result, fx.Node) else result for result in computed]
 
 
 # --- Whether it may be fused --------------------------------------------------------------------
@@ -278,18 +219,14 @@ def _between(operands: tuple[fx.Node, ...], result: fx.Node) -> set[fx.Node]:
 
 def _shapes_fit(rotation: _Rotation) -> bool:
     """Whether there is a number in cos and sin for each pair of columns of each position."""
-    batch, *middle, _ = _shape(rotation.heads)
-    expected = [batch, middle[2 - rotation.head_dimension], _shape(rotation.turned)[-1]]
-    cos = _shape(rotation.cos)
+    batch, *middle, _ = shape_of(rotation.heads)
+    expected = [batch, middle[2 - rotation.head_dimension], shape_of(rotation.turned)[-1]]
+    cos = shape_of(rotation.cos)
     return not (
-        _may_differ(cos, _shape(rotation.sin))
-        or _may_differ(_shape(rotation.output), _shape(rotation.heads))
-        or (_may_differ(cos, expected) and _may_differ(cos, [1, *expected[1:]]))
+        may_differ(cos, shape_of(rotation.sin))
+        or may_differ(shape_of(rotation.output), shape_of(rotation.heads))
+        or (may_differ(cos, expected) and may_differ(cos, [1, *expected[1:]]))
     )
-
-
-def _may_differ(shape: Any, other: Any) -> bool:
-    return not all(statically_known_true(m == n) for m, n in zip(shape, other, strict=True))
 
 
 def _chain_of_halves(angles: Any) -> list[fx.Node]:
@@ -300,7 +237,7 @@ def _chain_of_halves(angles: Any) -> list[fx.Node]:
         parts = _parts_side_by_side(angles)
         if len(parts) == 2 and parts[0] is parts[1]:
             return chain
-        if not _is_call(angles, _ELEMENTWISE) or len(angles.all_input_nodes) != 1:
+        if not is_call(angles, _ELEMENTWISE) or len(angles.all_input_nodes) != 1:
             return []
         angles = angles.args[0]
     return []
@@ -314,7 +251,7 @@ def _fuse(graph: fx.Graph, rotation: _Rotation, norm: _Norm) -> str:
     output, given = rotation.output, norm.given
     rounding = "before_rotation" if given["rounding"] == "once" else "before_weight"
     swaps = rotation.head_dimension == 1
-    half = slice(None, _shape(rotation.cos)[-1] // 2, None)
+    half = slice(None, shape_of(rotation.cos)[-1] // 2, None)
     new: list[fx.Node] = []
 
     def call(function: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -349,11 +286,6 @@ def _fuse(graph: fx.Graph, rotation: _Rotation, norm: _Norm) -> str:
 
 def _why_not_instead(fused: fx.Node, output: fx.Node) -> str:
     new, old = fused.meta["example_value"], output.meta["example_value"]
-    if _may_differ(new.stride(), old.stride()) and shows_order(output):
+    if may_differ(new.stride(), old.stride()) and shows_order(output):
         return "what uses the output of a rotation may depend on its order in memory"
     return ""
-
-
-def _shape(node: Any) -> tuple[Any, ...]:
-    value = value_of(node)
-    return () if value is None else tuple(value.shape)

@@ -38,8 +38,15 @@ def dropout_state(input: Tensor) -> Tensor:
         if is_recording():  # recorded_mask() draws by itself
             return torch.empty(2, dtype=torch.int64, device=input.device)
         return fused_op_cuda.dropout_state(input)
-    # As route_dropout_state in csrc/routing.cpp. The compiler would merge equal calls in a
-    # graph, but knows that results of torch.empty are never equal.
+    return traced_dropout_state(input)
+
+
+def traced_dropout_state(input: Tensor) -> Tensor:
+    """``dropout_state`` in a graph that is being compiled.
+
+    As route_dropout_state in csrc/routing.cpp. The compiler would merge equal calls in a graph, but
+    knows that results of torch.empty are never equal.
+    """
     is_transformed = torch._C._are_functorch_transforms_active()
     like = (torch.rand if is_transformed else torch.empty)(0, device=input.device)
     state: Tensor = torch.ops.fused_op.dropout_state.default(like, True)

@@ -1,0 +1,354 @@
+"""``compile_pass``: dropout and the residual addition behind it move into the norm.
+
+The masks are others than without the pass. What a call dropped is read off its sum, and everything
+else is compared with formulas for that mask.
+"""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import fused_op
+from fused_op import fused_layer_norm, fused_rms_norm
+from fused_op._compiled_dropouts import fuse_dropouts
+from tests.case import SEED
+from tests.contexts.test_compile_pass import inductor, is_clean
+
+__all__ = ["is_clean"]  # the fixture
+
+ROWS, COLS, P = 64, 24, 0.25
+
+
+def rewritten(function, *given: Tensor):
+    """The results of a function's graph after the pass, what that did, and the graph."""
+    reports = []
+
+    def rewrite(module: fx.GraphModule, _) -> fx.GraphModule:
+        count, left = fuse_dropouts(module.graph)
+        module.graph.lint()
+        reports.append((count, dict(left)))
+        module.recompile()
+        return module
+
+    torch.compiler.reset()
+    results = torch.compile(function, backend=rewrite, fullgraph=True)(*given)
+    (report,) = reports
+    return results, report
+
+
+def inputs(dtype=torch.float64, device="cpu", wide=None):
+    """A branch without zeros, a residual, weight and bias."""
+    torch.manual_seed(SEED)
+    branch = torch.rand(4, ROWS, COLS, device=device).to(dtype) + 0.5
+    residual = torch.randn(4, ROWS, COLS, device=device).to(wide or dtype)
+    parameters = [torch.randn(COLS, device=device).to(wide or dtype) for _ in range(2)]
+    return [t.requires_grad_() for t in (branch, residual, *parameters)]
+
+
+def layer_norm(branch, residual, weight, bias):
+    hidden = residual + F.dropout(branch, P)
+    return fused_layer_norm(hidden, weight, bias, 1e-3), hidden
+
+
+def rms_norm(branch, residual, weight, bias):
+    hidden = torch.add(F.dropout(input=branch, p=P), residual)
+    output = fused_rms_norm(hidden, weight, 1e-3, zero_centered=True)
+    return output + bias, hidden
+
+
+def two_norms(branch, residual, weight, bias):
+    """Of one sum: the first norm adds."""
+    hidden = residual + F.dropout(branch, P, True, False)
+    first = fused_layer_norm(hidden, weight, bias, 1e-3)
+    return first * fused_rms_norm(hidden, None, 1e-3), hidden
+
+
+def formula(function, branch, residual, weight, bias, is_kept):
+    hidden = residual + branch.to(residual.dtype) * is_kept / (1 - P)
+    normalised = F.layer_norm(hidden, (COLS,), weight, bias, 1e-3)
+    if function is rms_norm:
+        normalised = F.rms_norm(hidden, (COLS,), 1 + weight, 1e-3) + bias
+    if function is two_norms:
+        normalised = normalised * F.rms_norm(hidden, (COLS,), None, 1e-3)
+    return normalised, hidden
+
+
+def gradients(results, leaves):
+    return torch.autograd.grad(sum(r.sin().sum() for r in results), leaves, allow_unused=True)
+
+
+@pytest.mark.parametrize("function", [layer_norm, rms_norm, two_norms])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_values_and_gradients(function, dtype, device) -> None:
+    """Catches a sum, a scale or a gradient that is not that of the mask."""
+    leaves = inputs(dtype, device)
+    found, report = rewritten(function, *leaves)
+    assert report == (1, {})
+    is_kept = found[1] != leaves[1]
+    assert abs(is_kept.double().mean() - (1 - P)) < 0.03  # of 6144 elements: 5 deviations
+    expected = formula(function, *leaves, is_kept)
+    bound = {"rtol": 1e-9, "atol": 1e-9} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(found, expected, **bound)
+    torch.testing.assert_close(gradients(found, leaves), gradients(expected, leaves), **bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_beside_a_wide_residual(dtype, device) -> None:
+    """As under autocast. Catches a sum or an output that loses bits, and other dtypes."""
+    leaves = inputs(dtype, device, torch.float32)
+    found, report = rewritten(layer_norm, *leaves)
+    assert report == (1, {}) and {t.dtype for t in found} == {torch.float32}
+    expected = formula(layer_norm, *leaves, found[1] != leaves[1])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    mine, theirs = gradients(found, leaves), gradients(expected, leaves)
+    assert [t.dtype for t in mine] == [t.dtype for t in theirs]
+    torch.testing.assert_close(mine[0], theirs[0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(mine[1:], theirs[1:], rtol=1e-4, atol=1e-4)
+
+
+def test_masks_are_drawn_anew(device) -> None:
+    """Catches calls of a graph, or runs of it, that share a mask, and one that ignores the seed."""
+
+    def function(branch: Tensor, residual: Tensor) -> Tensor:
+        hidden = [residual + F.dropout(branch, P) for _ in range(2)]
+        return torch.stack([fused_layer_norm(h, None, None) + h for h in hidden])
+
+    with fused_op.compile_pass() as handle, torch.no_grad():
+        compiled = torch.compile(function, fullgraph=True)
+        branch, residual, *_ = inputs(torch.float32, device)
+        runs = []
+        for seed in (1, 1, None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            runs.append(compiled(branch, residual).clone())
+    assert handle.report().forward == 2
+    assert torch.equal(runs[0], runs[1])
+    different = [*runs[0], *runs[2]]
+    for i, one in enumerate(different):
+        for other in different[:i]:
+            assert (one != other).double().mean() > 0.2
+
+
+class Block(nn.Module):
+    """Norms and dropout as modules, one of them after the addition, as in BERT."""
+
+    def __init__(self, size: int, p: float) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(size) for _ in range(3))
+        self.linears = nn.ModuleList(nn.Linear(size, size) for _ in range(3))
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norms[0](x + self.dropout(self.linears[0](x)))
+        x = x + self.dropout(self.linears[1](self.norms[1](x)))
+        return self.norms[2](self.dropout(self.linears[2](x)) + x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_modules(training: bool, device: str) -> None:
+    """Catches modules that are not recognised, and dropout outside of training."""
+    torch.manual_seed(SEED)
+    model = Block(16, 1e-7).train(training).to(device)  # so rare that losses can be compared
+    x = torch.randn(8, 16, device=device, requires_grad=True)
+    expected = model(x)
+    fused_op.convert(model)
+    with fused_op.compile_pass() as handle, inductor(generates_code=False):
+        found = torch.compile(model, fullgraph=True)(x)
+    assert handle.report().forward == 2, handle.report()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    leaves = [x, *model.parameters()]
+    mine, theirs = (torch.autograd.grad(y.sin().sum(), leaves) for y in (found, expected))
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["GPT2", "Bert"])
+def test_models_of_transformers(name: str, device: str) -> None:
+    """Catches a graph of a real model that looks otherwise, and losses that part."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "GPT2": {"n_embd": 16, "n_head": 2, "n_layer": 2, "resid_pdrop": 1e-7},
+        "Bert": {
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 2,
+            "intermediate_size": 32,
+            "hidden_dropout_prob": 1e-7,
+        },
+    }[name]
+    rare = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = getattr(transformers, f"{name}Config")(vocab_size=32, **sizes, **rare)
+    task = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, task)(config).to(device).train()
+    ids = torch.arange(64, device=device).view(4, 16) % 32
+    losses = [model(input_ids=ids, labels=ids).loss.item()]
+    fused_op.convert(model)
+    with fused_op.compile_pass() as handle, inductor(generates_code=False):
+        loss = torch.compile(model)(input_ids=ids, labels=ids).loss
+        loss.backward()
+    losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    # GPT-2: two a layer, the last of them before the norm at the end. BERT: two a layer.
+    assert handle.report().forward == 4, handle.report()
+
+
+def mask_used_elsewhere(branch, residual, weight, bias):
+    dropped = F.dropout(branch, P)
+    return fused_layer_norm(residual + dropped, weight, bias), dropped
+
+
+def broadcast(branch, residual, weight, bias):
+    return fused_layer_norm(residual + F.dropout(branch[:1], P), weight, bias)
+
+
+def wide_branch(branch, residual, weight, bias):
+    return fused_layer_norm(residual.half() + F.dropout(branch, P), weight, bias)
+
+
+def columns_first(branch, residual, weight, bias):
+    hidden = residual.transpose(0, 1) + F.dropout(branch.transpose(0, 1), P)
+    return fused_layer_norm(hidden, weight, bias)
+
+
+def branch_of_columns(branch, residual, weight, bias):
+    columns = (branch * 1).transpose(1, 2).contiguous().transpose(1, 2)
+    return fused_layer_norm(residual + F.dropout(columns, P), weight, bias)
+
+
+def later_weight(branch, residual, weight, bias):
+    hidden = residual + F.dropout(branch, P)
+    return fused_layer_norm(hidden, hidden[0, 0].detach() * 2, bias)
+
+
+def residual_of_its_own(branch, residual, weight, bias):
+    hidden = residual + F.dropout(branch, P)
+    return fused_op.fused_add_layer_norm(hidden, branch, weight, bias)[0]
+
+
+def dropout_of_its_own(branch, residual, weight, bias):
+    return fused_layer_norm(residual + F.dropout(branch, P), weight, bias, dropout_p=0.5)
+
+
+def branch_that_changes(branch, residual, weight, bias):
+    rows = branch * 1
+    hidden = residual + F.dropout(rows, P)
+    rows.mul_(2)
+    return fused_layer_norm(hidden, weight, bias), rows
+
+
+def sum_that_changes(branch, residual, weight, bias):
+    hidden = residual + F.dropout(branch, P)
+    output = fused_layer_norm(hidden, weight, bias)
+    return output, hidden.mul_(2)
+
+
+def another_mode(branch, residual, weight, bias):
+    hidden = residual + F.dropout(branch, P)
+    with torch.no_grad():
+        output = fused_layer_norm(hidden, weight, bias)
+    return output + hidden
+
+
+def in_place_dropout(branch, residual, weight, bias):
+    return fused_layer_norm(residual + F.dropout(branch * 1, P, inplace=True), weight, bias)
+
+
+def in_place_addition(branch, residual, weight, bias):
+    hidden = residual * 1
+    hidden += F.dropout(branch, P)
+    return fused_layer_norm(hidden, weight, bias)
+
+
+def scaled(branch, residual, weight, bias):
+    hidden = torch.add(residual, F.dropout(branch, P), alpha=2)
+    return fused_layer_norm(hidden, weight, bias)
+
+
+def outside_of_training(branch, residual, weight, bias):
+    return fused_layer_norm(residual + F.dropout(branch, P, training=False), weight, bias)
+
+
+def everything_is_dropped(branch, residual, weight, bias):
+    return fused_layer_norm(residual + F.dropout(branch, 1.0), weight, bias)
+
+
+def norm_that_saves_its_output(branch, residual, weight, bias):
+    hidden = residual + F.dropout(branch, P)
+    return fused_layer_norm(hidden, weight, bias, memory_efficient=True)
+
+
+PLACE = "something may change in place what the norm would read"
+ORDER = "operands or sum do not lie in memory row by row"
+STAYS = {
+    mask_used_elsewhere: "what it drops is used elsewhere, too",
+    broadcast: "the addition broadcasts",
+    wide_branch: "the addition converts",
+    columns_first: ORDER,
+    branch_of_columns: ORDER,
+    later_weight: "the parameters of the norm are computed after the addition",
+    dropout_of_its_own: "dropout follows the norm, too",
+    branch_that_changes: PLACE,
+    sum_that_changes: PLACE,
+    another_mode: "dropout and norm are not in the same mode",
+    residual_of_its_own: "",
+    in_place_dropout: "",
+    in_place_addition: "",
+    scaled: "",
+    outside_of_training: "",
+    everything_is_dropped: "",
+    norm_that_saves_its_output: "",
+}
+
+
+@pytest.mark.parametrize("function", STAYS)
+def test_what_stays(function) -> None:
+    """Catches a rewrite that would change values or gradients.
+
+    Each reason is reported, unless what stays is not known as dropout, addition and norm of ours.
+    """
+    leaves = inputs(torch.float32)
+    torch.manual_seed(SEED)
+    expected = function(*leaves)
+    torch.manual_seed(SEED)
+    found, report = rewritten(function, *leaves)
+    assert report == (0, {f"dropout: {STAYS[function]}": 1} if STAYS[function] else {})
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_random_numbers_of_eager_mode_stay() -> None:
+    """Catches a mask of this package where eager mode's was asked for."""
+    leaves = inputs(torch.float32)
+    with torch._inductor.config.patch(fallback_random=True):
+        _, report = rewritten(layer_norm, *leaves)
+    reason = "dropout: fallback_random asks for the random numbers of eager mode"
+    assert report == (0, {reason: 1})
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_calls(seed: int, device: str) -> None:
+    """Catches a combination of shapes and options that nobody thought of."""
+    rng = random.Random(SEED + seed)
+    shape = [rng.randint(1, 5) for _ in range(rng.randint(0, 3))] + [rng.randint(2, 70)]
+    last = rng.randint(1, len(shape))
+    affine, centred = rng.random() < 0.7, rng.random() < 0.5
+    norm, p = rng.choice([fused_layer_norm, fused_rms_norm]), rng.choice([0.5, 2**-16, 0.9])
+    options = {"normalized_shape": shape[-last:], "zero_centered": centred, "eps": 1e-3}
+
+    def function(branch: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = residual + F.dropout(branch, p)
+        return norm(hidden, weight if affine else None, **options), hidden
+
+    torch.manual_seed(SEED + seed)
+    branch = torch.rand(shape, dtype=torch.float64, device=device) + 0.5
+    residual, weight = torch.randn_like(branch), torch.randn(shape[-last:]).to(branch)
+    leaves = [t.requires_grad_() for t in (branch, residual, weight)]
+    found, report = rewritten(function, *leaves)
+    assert report == (1, {})
+    hidden = residual + branch * (found[1] != residual) / (1 - round(p * 2**16) / 2**16)
+    expected = norm(hidden, weight if affine else None, **options), hidden
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(found, leaves), gradients(expected, leaves))

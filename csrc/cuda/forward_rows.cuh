@@ -127,7 +127,7 @@ __device__ __forceinline__ Moments<A> moments_of_lanes(const Lane& lane,
 
 // The position of a thread.
 struct ForwardPlace {
-  std::int64_t row;  // in lanes past the last row: the last one
+  std::int64_t row;  // in lanes past the last row, or left over: the last one
   bool live;         // false in those lanes
   int lane;
   int warp;   // number of the warp in its row
@@ -135,18 +135,19 @@ struct ForwardPlace {
 };
 
 // Rows that share a warp are as many rows apart as the CTA has warps, which is an even number. If
-// rows are dense, either all of them begin in the middle of a word or none does.
+// rows are dense, either all of them begin in the middle of a word or none does. Lanes that are
+// left over load a part of the last row in the warp.
 template <typename Tile>
 __device__ __forceinline__ ForwardPlace place_of(const NormForwardArgs& args, int width) {
   const int thread = static_cast<int>(threadIdx.x);
-  ForwardPlace place{blockIdx.x, true, thread % Tile::kLanes, 0, 1};
+  const int in_warp = thread % kWarpSize;
+  ForwardPlace place{blockIdx.x, true, in_warp % Tile::kLanes, 0, 1};
   if (Tile::kOneWarp || width <= Tile::kWarpCols) {
-    constexpr int kWarpRows = kWarpSize / Tile::kLanes;
+    using Groups = LaneGroups<Tile::kLanes>;
     const int warps = static_cast<int>(blockDim.x) / kWarpSize;
-    place.row = place.row * (warps * kWarpRows) + thread / kWarpSize +
-                thread % kWarpSize / Tile::kLanes * warps;
-    place.live = place.row < args.rows;
-    place.row = place.live ? place.row : args.rows - 1;
+    place.row = place.row * (warps * Groups::kCount) + thread / kWarpSize + Groups::own() * warps;
+    place.live = place.row < args.rows && in_warp < Groups::kCount * Tile::kLanes;
+    place.row = min(place.row, args.rows - 1);
   } else {
     place.warp = thread / kWarpSize;
     place.warps = static_cast<int>(blockDim.x) / kWarpSize;

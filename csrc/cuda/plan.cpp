@@ -183,7 +183,8 @@ ForwardPlan plan_forward(const ForwardSpec& spec, std::int64_t rows, std::int64_
       spread_flat(plan, spec, rows, cols, places.saves, device)) {
     return plan;
   }
-  plan.ctas = ceil_div(rows, plan.threads / row_threads);
+  const int warp_rows = kWarpSize / grid.lanes;
+  plan.ctas = ceil_div(rows, grid.warps > 1 ? 1 : plan.threads / kWarpSize * warp_rows);
   return plan;
 }
 

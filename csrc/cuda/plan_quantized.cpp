@@ -1,5 +1,8 @@
 // Which kernels quantise the output of a forward. Host code without CUDA or torch.
+#include <bit>
+
 #include "cuda/plan.h"
+#include "cuda/plan_grid.h"
 #include "cuda/plan_names.h"
 
 namespace fused_op::cuda {
@@ -26,8 +29,12 @@ std::string quantize_rows_kernel_name(DType output, const QuantizeRule& rule) {
 
 bool quantizes_in_registers(const NormForwardArgs& args) {
   const ForwardSpec spec = spec_of(args);
-  return args.cols <= most_forward_cols(spec) && !by_words(spec, args.cols) &&
-         places_of(args, spec).aligned;
+  if (args.cols > most_forward_cols(spec) || by_words(spec, args.cols)) {
+    return false;
+  }
+  // Blocks of 128 columns have to be whole packs of the lanes.
+  const auto lanes = static_cast<unsigned>(grid_of(spec, args.cols).lanes);
+  return std::has_single_bit(lanes) && places_of(args, spec).aligned;
 }
 
 }  // namespace fused_op::cuda

@@ -19,12 +19,33 @@ __device__ __forceinline__ float reciprocal(float value) {
 }
 __device__ __forceinline__ double reciprocal(double value) { return 1.0 / value; }
 
-// Sum over groups of kLanes neighbouring lanes; valid in every lane. All 32 lanes must call it.
+// Groups of kLanes neighbouring lanes. Lanes that are left over at the end of a warp count as the
+// last group's.
+template <int kLanes>
+struct LaneGroups {
+  static constexpr int kCount = kWarpSize / kLanes;
+
+  __device__ __forceinline__ static int own() {
+    return min(static_cast<int>(threadIdx.x) % kWarpSize / kLanes, kCount - 1);
+  }
+};
+
+// Sum over a group; the same in every lane of it. All 32 lanes must call it.
 template <int kLanes, typename A>
 __device__ __forceinline__ A lane_sum(A value) {
+  constexpr int kEven = kLanes & -kLanes;  // the power of two in kLanes
 #pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+  for (int offset = kEven / 2; offset > 0; offset /= 2) {
     value += __shfl_xor_sync(kAllLanes, value, offset);
+  }
+  if constexpr (kEven < kLanes) {
+    const int first = LaneGroups<kLanes>::own() * kLanes;
+    const A part = value;
+    value = __shfl_sync(kAllLanes, part, first);
+#pragma unroll
+    for (int lane = kEven; lane < kLanes; lane += kEven) {
+      value += __shfl_sync(kAllLanes, part, first + lane);
+    }
   }
   return value;
 }

@@ -144,6 +144,7 @@ struct Words : LoadsBoth<Words> {
   template <typename Lane, typename T, int kVectors>
   __device__ __forceinline__ static std::uint32_t load_around(const Lane& lane, const T* from,
                                                               Pack<T, 2> (&packs)[kVectors]) {
+    static_assert((Lane::kLanes & (Lane::kLanes - 1)) == 0, "the next lane is found by a shuffle");
     constexpr int kLast = kVectors - 1;
     const int before = splits_word(from) ? 1 : 0;  // elements
 #pragma unroll

@@ -35,7 +35,9 @@ const char* broken_rule(const ForwardSpec& spec, const ForwardPlan& plan, std::i
   const int widest = std::max({size_of(spec.input), size_of(spec.row), size_of(spec.output),
                                spec.adds ? size_of(spec.residual) : 0, widest_beside(spec)});
   if (plan.pack < 1 || plan.lanes < 1 || plan.vectors < 1) return "no plan";
-  if (plan.lanes > 32 || (plan.lanes & (plan.lanes - 1)) != 0) return "lanes";
+  // Words of two elements go to the next lane by shuffles among a power of two of them.
+  const bool groups = (plan.lanes & (plan.lanes - 1)) != 0;
+  if (plan.lanes > 32 || (groups && (plan.flat_rows > 0 || cols % plan.pack != 0))) return "lanes";
   if (plan.lanes < 32 && warp_cols < cols) return "a row is not covered";
   if (plan.lanes == 32 && (threads / 32 - 1) * warp_cols >= cols) {
     return "an empty warp";
@@ -60,15 +62,14 @@ const char* broken_rule(const ForwardSpec& spec, const ForwardPlan& plan, std::i
     return plan.width == cols ? nullptr : "width";
   }
   if (!plan.words && (cols % plan.pack != 0 || plan.pack * widest > 16)) return "vectors";
-  if (plan.threads % 32 != 0 || plan.threads > plan.most_threads || plan.most_threads > 512 ||
-      plan.threads % threads != 0) {
+  if (plan.threads % 32 != 0 || plan.threads > plan.most_threads || plan.most_threads > 512) {
     return "threads";
   }
   if (threads > 32 && plan.threads != threads) return "several rows of several warps";
   if (plan.ctas_per_sm < 1 || plan.ctas_per_sm * plan.most_threads > 1536) return "CTAs of an SM";
   if (plan.ctas_per_sm > 32) return "CTAs of an SM";
   if (plan.ahead < 1 || plan.ahead > plan.vectors) return "packs ahead";
-  const std::int64_t cta_rows = plan.threads / threads;
+  const int cta_rows = threads > 32 ? 1 : plan.threads / 32 * (32 / threads);
   if (plan.ctas * cta_rows < rows || (plan.ctas - 1) * cta_rows >= rows) return "CTAs";
   if (plan.core && (plan.words || cols % (plan.lanes * plan.vectors * plan.pack) != 0))
     return "full";

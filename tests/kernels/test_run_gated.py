@@ -49,6 +49,7 @@ CALLS = [
     Call(5, 128, FIRST, F16, gate=F32),
     Call(9, 96, Gating(True, False, 2, "before_weight")),
     Call(9, 96, Gating(False, True, 2, "before_weight"), F16),
+    Call(23, 144, Gating(True, False, 1, "before_weight")),
     Call(7, 33, dtype=F32),
     Call(7, 33, Gating(False, True, 1, "before_weight"), F16, has_weight=False),
     Call(6, 128, Gating(groups=4, rounding="before_weight"), gate=F32, params=F32),

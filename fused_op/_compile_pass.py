@@ -19,8 +19,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from . import _compiled_dropouts, _compiled_rotations, _graph_effects, _graph_norms
-from ._inductor import arguments_of, install, version_of
+from . import _compiled_dropouts, _compiled_rotations
+from ._inductor import arguments_of, install
 
 _ADD = torch.ops.aten.add.Tensor
 _CLONE = torch.ops.aten.clone.default
@@ -32,7 +32,7 @@ _BACKWARD = torch.ops.fused_op.norm_backward.default
 class CompilePassReport(NamedTuple):
     """What a :class:`CompilePass` did in the graphs that were compiled so far.
 
-    Graphs from Inductor's cache are not counted.
+    Graphs from the compiler's caches may not be counted.
     """
 
     forward: int
@@ -61,11 +61,9 @@ class CompilePass:
         self._lock = threading.Lock()
         self._done: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
-        files = _compiled_dropouts.__file__, _compiled_rotations.__file__
-        version = version_of(__file__, *files, _graph_effects.__file__, _graph_norms.__file__)
         self._slots = [
-            install("pre_grad_custom_pass", self._fuse_before_autograd, version),
-            install("post_grad_custom_pre_pass", self._fuse_additions, version),
+            install("pre_grad_custom_pass", self._fuse_before_autograd),
+            install("post_grad_custom_pre_pass", self._fuse_additions),
         ]
 
     def undo(self) -> None:
@@ -141,14 +139,14 @@ def compile_pass() -> CompilePass:
     ``heads * cos + rotate_half(heads) * sin`` as Llama of transformers does, with cos and sin of
     the dtype of the heads. Both halves of cos and sin must be seen to be equal, so the graph has to
     contain where they come from: a layer that is compiled alone, or checkpointed, keeps its
-    rotations. So do norms that :func:`override_torch` replaced.
+    rotations.
 
     An addition stays if it broadcasts or converts, if its result does not lie in memory row by row,
     if dropout follows the norm, or if Inductor fuses it better with what computes its operand.
 
     Additions move on modules of this package, on converted models, and on norms that
-    :func:`override_torch` replaced. Graphs that already exist do not change: call this before the
-    first call of the model.
+    :func:`override_torch` replaced; rotations and dropout not on the last ones. Graphs that already
+    exist do not change: call this before the first call of the model.
 
     Returns:
         A handle, which is also a context manager. ``undo()``, or the end of the ``with`` block,
@@ -228,6 +226,8 @@ def _fuse_forward(
     operands = sorted(both, key=lambda operand: operand.meta["val"].dtype.itemsize)
     given = arguments_of(norm) | dict(zip(("input", "residual"), operands, strict=True))
     given["output_dtype"] = given["output_dtype"] or addition.meta["val"].dtype
+    if operands[0].meta["val"].dtype != operands[1].meta["val"].dtype:
+        given["rounding"] = "once"  # the sum is wider than 16 bits, which it could be rounded to
     output, _, stats = norm.meta["val"]
     with graph.inserting_before(addition):
         fused = graph.call_function(_FORWARD, tuple(given.values()))

@@ -65,7 +65,7 @@ def _dropped_before(graph: fx.Graph, call: fx.Node) -> _Dropped | None:
         return None
     for dropout, residual in (addition.args, addition.args[::-1]):
         branch, p = _operands_of_dropout(dropout)
-        if branch is not None and isinstance(residual, fx.Node):
+        if branch is not None and isinstance(residual, fx.Node) and residual is not dropout:
             return _Dropped(call, given, addition, dropout, branch, residual, p)
     return None
 
@@ -125,38 +125,23 @@ def _why_not_here(
 
 def _fuse(graph: fx.Graph, found: _Dropped) -> str:
     """Put the fused op where the addition was. Returns a reason if that has to stay."""
-    norm, addition, given = found.norm, found.addition, found.given
+    norm, addition = found.norm, found.addition
     is_tuple = value_of(norm) is None
     outputs = [user for user in norm.users if user.args == (norm, 0)] if is_tuple else [norm]
-    if is_tuple and len(outputs) != len(norm.users):
-        return "more than the output of the norm is used"
-    sum, output = value_of(addition), value_of(outputs[0]) if outputs else None
-    if sum is None or output is None:
-        return "a tensor is not a plain one"
-    shape = tuple(sum.shape[sum.dim() - given["normalized_ndim"] :])
-    if not all(isinstance(size, int) for size in shape):
+    if not outputs or (is_tuple and len(outputs) != len(norm.users)):
+        return "not the output alone of the norm is used"
+    old = value_of(outputs[0]), value_of(addition)
+    options = _options_of(found, *old)
+    if options is None:
         return "the normalised dimensions are not constant"
-    options = Options(
-        given["norm"],
-        given["eps"],
-        shape,
-        given["zero_centered"],
-        given["rounding"],
-        found.p,
-        out_dtype=output.dtype,
-    )
-    operands = found.branch, found.residual, given["weight"], given["bias"], options
-    values: Any = [value_of(node) if isinstance(node, fx.Node) else node for node in operands]
-    try:
-        with sum.fake_mode:
-            results = _add_norm_of_dropped(*values)
-    except Exception as error:  # what it does not foresee must not keep a model from compiling
-        return f"the fused op does not take it: {error}"
+    operands = found.branch, found.residual, found.given["weight"], found.given["bias"], options
+    if reason := _why_not_instead(operands, old):
+        return reason
     with graph.inserting_before(addition):
         fused = graph.call_function(_add_norm_of_dropped, operands)
         new = [graph.call_function(operator.getitem, (fused, i)) for i in range(2)]
-    for node, value in zip((fused, *new), (results, *results), strict=True):
-        node.meta["example_value"] = value
+    for node, value in zip((fused, *new), (old, *old), strict=True):
+        node.meta["example_value"] = value  # the old ones, with which their views share memory
     for node in outputs:
         node.replace_all_uses_with(new[0])
     for node in dict.fromkeys((*outputs, norm)):
@@ -164,6 +149,39 @@ def _fuse(graph: fx.Graph, found: _Dropped) -> str:
     addition.replace_all_uses_with(new[1])
     graph.erase_node(addition)
     graph.erase_node(found.dropout)
+    return ""
+
+
+def _options_of(found: _Dropped, output: Any, sum: Any) -> Options | None:
+    given = found.given
+    shape = tuple(sum.shape[sum.dim() - given["normalized_ndim"] :])
+    if not all(isinstance(size, int) for size in shape):
+        return None
+    # A sum that is wider than the branch has no 16 bits that could be rounded to.
+    widens = value_of(found.branch).dtype != sum.dtype  # type: ignore[union-attr]
+    return Options(
+        given["norm"],
+        given["eps"],
+        shape,
+        given["zero_centered"],
+        "once" if widens else given["rounding"],
+        found.p,
+        out_dtype=output.dtype,
+        is_checked=True,
+    )
+
+
+def _why_not_instead(operands: tuple[Any, ...], old: tuple[Any, Any]) -> str:
+    """Why the fused op cannot take the place of what there was."""
+    values: Any = [value_of(node) if isinstance(node, fx.Node) else node for node in operands]
+    try:
+        with old[1].fake_mode, torch.no_grad():  # nothing is recorded, nor saved by anyone's hooks
+            results = _add_norm_of_dropped(*values)
+    except Exception as error:  # what it does not foresee must not keep a model from compiling
+        return f"the fused op does not take it: {error}"
+    for new, before in zip(results, old, strict=True):
+        if new.dtype != before.dtype or may_differ(new.stride(), before.stride()):
+            return "the results of the fused op are others"
     return ""
 
 

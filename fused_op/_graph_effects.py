@@ -6,6 +6,7 @@ modes are entered and left between calls.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -71,7 +72,19 @@ def _may_write(node: fx.Node) -> bool:
         or name.startswith("__i")
         or (name.endswith("_") and not name.endswith("__"))
         or "out" in node.kwargs
+        or _has_true(node, "inplace")
     )
+
+
+def _has_true(call: fx.Node, name: str) -> bool:
+    """Whether an argument of this name is given and not False."""
+    if name in call.kwargs:
+        return call.kwargs[name] is not False
+    try:
+        given = inspect.signature(call.target).bind(*call.args, **call.kwargs)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # no Python function
+        return False
+    return given.arguments.get(name, False) is not False
 
 
 def changes_mode(graph: fx.Graph, first: fx.Node, last: fx.Node) -> bool:

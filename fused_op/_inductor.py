@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,15 @@ from torch import fx
 
 import fused_op_cuda
 
-GraphPass = Callable[[fx.Graph], None]
+GraphPass = Callable[[fx.Graph], None]  # a function of its own name
 
 
-def install(name: str, ours: GraphPass, version: str) -> Slot:
+def install(name: str, ours: GraphPass) -> Slot:
     """Run ``ours`` in the slot ``torch._inductor.config.<name>``, after what is there already.
 
     Args:
         name: of the slot.
         ours: changes a graph in place.
-        version: of what ``ours`` does: other graphs need another.
 
     Raises:
         RuntimeError: this version of torch has no such slot.
@@ -34,16 +34,16 @@ def install(name: str, ours: GraphPass, version: str) -> Slot:
 
     if not hasattr(config, name):
         raise RuntimeError(f"fused_op: this torch has no torch._inductor.config.{name}")
-    return Slot(config, name, ours, version)
+    return Slot(config, name, ours)
 
 
 class Slot:
     """A pass of ours in a slot, until ``remove``."""
 
-    def __init__(self, config: Any, name: str, ours: GraphPass, version: str) -> None:
+    def __init__(self, config: Any, name: str, ours: GraphPass) -> None:
         """See :func:`install`."""
         self._config, self._name = config, name
-        self._pass = _behind(getattr(config, name), ours, version)
+        self._pass = _behind(getattr(config, name), ours)
         setattr(config, name, self._pass)
 
     def remove(self) -> None:
@@ -58,7 +58,7 @@ class Slot:
         setattr(self._config, self._name, current)
 
 
-def _behind(before: Any, ours: GraphPass, version: str) -> Any:
+def _behind(before: Any, ours: GraphPass) -> Any:
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     others = [] if before is None else before if isinstance(before, (list, tuple)) else [before]
@@ -78,16 +78,18 @@ def _behind(before: Any, ours: GraphPass, version: str) -> Any:
         def uuid(self) -> Any:
             """None, which turns Inductor's caches off, if another pass has none."""
             ids = [getattr(other, "uuid", lambda: None)() for other in others]
-            return None if None in ids else (version, self.fused_op_is_on, *ids)
+            own = _version(), ours.__qualname__, self.fused_op_is_on
+            return None if None in ids else (*own, *ids)
 
     return Pass()
 
 
-def version_of(*files: str) -> str:
-    """Another one after each change of these files, or of the ops that their graphs call."""
+@cache
+def _version() -> str:
+    """Another one after each change of this package: graphs call its functions and ops."""
     digest = hashlib.sha256(fused_op_cuda.build_info()["source_hash"].encode())
-    for file in files:
-        digest.update(Path(file).read_bytes())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import fused_op_cuda
 
 from . import _compiled_norms
-from ._inductor import Slot, install, version_of
+from ._inductor import Slot, install
 
 _lock = threading.Lock()
 _open: list[TorchOverride] = []
@@ -104,8 +104,7 @@ def _update_slot() -> None:
     """Have the pass in Inductor while an override that wants it is open."""
     wanted = any(override._compiled for override in _open)
     if wanted and not _slots:
-        version = version_of(__file__, _compiled_norms.__file__)
-        _slots.append(install("pre_grad_custom_pass", _compiled_norms.replace_norms, version))
+        _slots.append(install("pre_grad_custom_pass", _compiled_norms.replace_norms))
     elif _slots and not wanted:
         _slots.pop().remove()
 

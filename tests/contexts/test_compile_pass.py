@@ -136,6 +136,19 @@ def test_autocast(device: str) -> None:
     torch.testing.assert_close(found, without, rtol=1e-5, atol=1e-6)
 
 
+def test_roundings_of_a_wide_sum(device: str) -> None:
+    """Catches values that are rounded to the 16 bits of a branch, where the sum has 32."""
+    weight = torch.linspace(0.5, 1.5, 16, device=device)
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return fused_rms_norm(x + y @ y, weight, rounding="before_weight")
+
+    x = torch.randn(16, 16, device=device)
+    with inductor(generates_code=False):
+        without, found, report = both(function, x, torch.randn_like(x).bfloat16())
+    assert report.forward == 1 and torch.equal(without[0], found[0])
+
+
 @pytest.mark.slow
 def test_inference_and_dynamic_shapes(device: str) -> None:
     """Catches a pass that needs a gradient, or the number of rows."""
@@ -404,3 +417,14 @@ def test_handles_that_are_undone_in_the_order_of_their_making() -> None:
     first.undo()
     second.undo()
     assert torch._inductor.config.pre_grad_custom_pass is None  # the other slot: `is_clean`
+
+
+def test_each_pass_has_a_name_of_its_own() -> None:
+    """Catches code from one of Inductor's caches that another pass, or version of it, had made."""
+    from fused_op._inductor import _version
+
+    names = []
+    for handle in (fused_op.compile_pass, fused_op.override_torch):
+        with handle():
+            names.append(torch._inductor.config.pre_grad_custom_pass.uuid())
+    assert names[0] != names[1] and all(_version() in name for name in names)

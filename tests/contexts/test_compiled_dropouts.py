@@ -281,7 +281,73 @@ def norm_that_saves_its_output(branch, residual, weight, bias):
     return fused_layer_norm(hidden, weight, bias, memory_efficient=True)
 
 
+def broadcast_residual(branch, residual, weight, bias):
+    return fused_layer_norm(residual[:1] + F.dropout(branch, P), weight, bias)
+
+
+def residual_of_one_number(branch, residual, weight, bias):
+    return fused_layer_norm(residual[0, 0, 0] + F.dropout(branch, P), weight, bias)
+
+
+def residual_of_columns(branch, residual, weight, bias):
+    columns = (residual * 1).transpose(1, 2).contiguous().transpose(1, 2)
+    return fused_layer_norm(F.dropout(branch, P) + columns, weight, bias)
+
+
+def a_number_as_residual(branch, residual, weight, bias):
+    return fused_layer_norm(2.0 + F.dropout(branch, P), weight, bias)
+
+
+def later_bias(branch, residual, weight, bias):
+    hidden = residual + F.dropout(branch, P)
+    return fused_layer_norm(hidden, weight, hidden[0, 0].detach() * 2)
+
+
+def weight_that_changes(branch, residual, weight, bias):
+    weight = weight.detach() * 1
+    hidden = residual + F.dropout(branch, P)
+    weight.add_(1)
+    return fused_layer_norm(hidden, weight, bias)
+
+
+def sum_that_changes_by_an_argument(branch, residual, weight, bias):
+    hidden = residual + F.dropout(branch, P)
+    F.relu(hidden.data, inplace=True)
+    return fused_layer_norm(hidden, weight, bias)
+
+
+def dropout_in_another_mode(branch, residual, weight, bias):
+    with torch.no_grad():
+        dropped = F.dropout(branch, P)
+    return fused_layer_norm(residual + dropped, weight, bias)
+
+
+def dropped_twice(branch, residual, weight, bias):
+    dropped = F.dropout(branch, P)
+    return fused_layer_norm(dropped + dropped, weight, bias)
+
+
+def never_dropped(branch, residual, weight, bias):
+    return fused_layer_norm(residual + F.dropout(branch, 0.0), weight, bias)
+
+
+def unused_output(branch, residual, weight, bias):
+    hidden = residual + F.dropout(branch, P)
+    fused_layer_norm(hidden, weight, bias)
+    return hidden
+
+
+def output_that_changes_through_a_view(branch, residual, weight, bias):
+    """The norm before is fused, and its output is then known by the view of it alone."""
+    output = fused_layer_norm(residual + F.dropout(branch, 1e-9), weight, bias)
+    rows = output.view(-1)
+    dropped = F.dropout(output, P)
+    rows.mul_(2)
+    return fused_layer_norm(residual + dropped, weight, bias)
+
+
 PLACE = "something may change in place what the norm would read"
+MODE = "dropout and norm are not in the same mode"
 ORDER = "operands or sum do not lie in memory row by row"
 STAYS = {
     mask_used_elsewhere: "what it drops is used elsewhere, too",
@@ -293,7 +359,18 @@ STAYS = {
     dropout_of_its_own: "dropout follows the norm, too",
     branch_that_changes: PLACE,
     sum_that_changes: PLACE,
-    another_mode: "dropout and norm are not in the same mode",
+    another_mode: MODE,
+    broadcast_residual: "the addition broadcasts",
+    residual_of_one_number: "the addition broadcasts",
+    residual_of_columns: ORDER,
+    later_bias: "the parameters of the norm are computed after the addition",
+    weight_that_changes: PLACE,
+    sum_that_changes_by_an_argument: PLACE,
+    dropout_in_another_mode: MODE,
+    unused_output: "not the output alone of the norm is used",
+    a_number_as_residual: "",
+    dropped_twice: "",
+    never_dropped: "",
     residual_of_its_own: "",
     in_place_dropout: "",
     in_place_addition: "",
@@ -317,6 +394,112 @@ def test_what_stays(function) -> None:
     found, report = rewritten(function, *leaves)
     assert report == (0, {f"dropout: {STAYS[function]}": 1} if STAYS[function] else {})
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_what_stays_without_a_gradient() -> None:
+    """Catches a norm with a residual of its own, where no autograd.Function hides its op."""
+    with torch.no_grad():
+        _, report = rewritten(residual_of_its_own, *inputs(torch.float32))
+    assert report == (0, {})
+
+
+def test_output_that_changes_through_a_view() -> None:
+    """Catches the second norm that reads what the change made of the first one's output."""
+    _, report = rewritten(output_that_changes_through_a_view, *inputs(torch.float32))
+    assert report == (1, {f"dropout: {PLACE}": 1})
+
+
+def test_a_number_of_columns_that_varies() -> None:
+    """Catches a shape of the trace in the graph of all shapes."""
+    branch, residual, *_ = inputs(torch.float32)
+    for tensor in (branch, residual):
+        torch._dynamo.mark_dynamic(tensor, 2)
+    norm = lambda x: fused_layer_norm(x, normalized_shape=x.shape[-1:])  # noqa: E731
+    _, report = rewritten(lambda b, r: norm(r + F.dropout(b, P)), branch, residual)
+    assert report == (0, {"dropout: the normalised dimensions are not constant": 1})
+
+
+def test_a_call_that_the_fused_op_does_not_take() -> None:
+    """Catches an error of the pass that keeps a model from compiling."""
+
+    def function(branch, residual):
+        return fused_layer_norm(residual + F.dropout(branch, P), out_dtype=torch.float16)
+
+    branch, residual, *_ = inputs(torch.bfloat16, wide=torch.float32)
+    found, (count, left) = rewritten(function, branch, residual)
+    assert found.dtype is torch.float16 and count == 0
+    assert [reason.startswith("dropout: the fused op does not take it") for reason in left] == [
+        True
+    ]
+
+
+def test_a_sum_between_addition_and_norm(device) -> None:
+    """Catches a fused op behind the first user of its sum, and a second norm left out."""
+
+    def function(branch, residual, weight, bias):
+        hidden = residual + F.dropout(branch, P)
+        double = hidden * 2
+        output = fused_layer_norm(hidden, weight, bias)
+        return double, hidden + F.dropout(output, P), fused_rms_norm(hidden + output)
+
+    def chain(branch, residual, weight, bias):
+        hidden = residual + F.dropout(branch, P)
+        output = fused_layer_norm(hidden, weight, bias)
+        hidden = hidden + F.dropout(output, P)
+        return fused_layer_norm(hidden, weight, bias), hidden
+
+    leaves = inputs(torch.float32, device)
+    (double, _, _), report = rewritten(function, *leaves)
+    assert report == (1, {}) and torch.equal(double / 2 != leaves[1], double / 2 - leaves[1] != 0)
+    (output, hidden), report = rewritten(chain, *leaves)
+    assert report == (2, {})
+    torch.testing.assert_close(output, F.layer_norm(hidden, (COLS,), *leaves[2:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wide", [None, torch.float32])
+def test_roundings_of_the_norm(wide, dtype, device) -> None:
+    """Catches values that are rounded before the weight though the sum is wide, or are not."""
+
+    def function(branch, residual, weight):
+        hidden = residual + F.dropout(branch, P)
+        return fused_rms_norm(hidden, weight, 1e-3, rounding="before_weight"), hidden
+
+    leaves = [t.detach() for t in inputs(dtype, device, wide)[:3]]
+    (output, hidden), report = rewritten(function, *leaves)
+    assert report == (1, {})
+    expected = fused_rms_norm(hidden, leaves[2], 1e-3, rounding="before_weight")
+    assert torch.equal(output, expected)
+
+
+def test_hooks_of_saved_tensors_see_nothing_of_the_pass(device) -> None:
+    """Catches tensors without data that a hook, such as checkpoint's, gets while compiling."""
+    leaves = inputs(torch.float32, device)
+    compiled = torch.compile(layer_norm, fullgraph=True)
+    with fused_op.compile_pass() as handle, inductor(generates_code=False):
+        output, hidden = torch.utils.checkpoint.checkpoint(compiled, *leaves, use_reentrant=False)
+        found = gradients((output, hidden), leaves)
+    assert handle.report().forward == 1
+    expected = formula(layer_norm, *leaves, hidden != leaves[1])
+    torch.testing.assert_close(found, gradients(expected, leaves), rtol=1e-4, atol=1e-4)
+
+
+def test_the_state_of_a_mask_is_on_the_device(device) -> None:
+    """Catches a state on the host, for which the compiler gives up CUDA graphs."""
+    states = []
+
+    def look(graph: fx.Graph) -> None:
+        op = torch.ops.fused_op.dropout_state.default
+        states.extend(node.args[1] for node in graph.find_nodes(op="call_function", target=op))
+
+    with (
+        torch._inductor.config.patch(post_grad_custom_post_pass=look),
+        inductor(generates_code=False),
+        fused_op.compile_pass(),
+        torch.no_grad(),
+    ):
+        torch.compile(layer_norm, fullgraph=True)(*inputs(torch.float32, device))
+    assert states == [True]
 
 
 def test_random_numbers_of_eager_mode_stay() -> None:

@@ -177,11 +177,12 @@ ForwardGrid grid_of(const ForwardSpec& spec, std::int64_t cols) {
     return {1, static_cast<int>(ceil_div(cols, odd ? word_pack(spec) : deal_of(spec).unit)), 1};
   }
   const std::int64_t units = ceil_div(cols, odd ? word_pack(spec) : deal_of(spec).unit);
-  // A quarter of eight lanes would be idle; of 32 lanes, five rows of six or six of five leave two.
-  // H200, bf16, LayerNorm, share of copy so and with eight: 0.92 0.83 at 136 columns, 1.00 0.87 at
-  // 144, 0.95 0.88 at 152, 0.97 0.91 at 160; but 0.90 0.90 at 80 and, RMSNorm, 0.94 0.99 at 200.
-  if (units > 16 && units <= 20 && !odd && spec.row != DType::kFloat64) {
-    return units <= 18 ? ForwardGrid{6, 3, 1} : ForwardGrid{5, 4, 1};
+  // Of eight lanes a quarter would be idle; of 32, five rows of six leave two. H200, LayerNorm,
+  // share of copy so and with eight: 0.92 0.83 at 136 columns of bf16, 1.00 0.87 at 144; 0.99 0.85
+  // at 68 of float32, 1.02 0.90 at 72. Six rows of five lanes gain less, and lose where a lane has
+  // four vectors and a residual: 0.97 0.91 at 160 columns, 0.96 1.01 with a residual.
+  if ((units == 17 || units == 18) && !odd && spec.row != DType::kFloat64) {
+    return {6, 3, 1};
   }
   return best_grid(units, limits_of(spec, odd), odd);
 }

@@ -8,6 +8,7 @@ apart from what was not.
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -81,7 +82,22 @@ def _behind(before: Any, ours: GraphPass) -> Any:
             own = _version(), ours.__qualname__, self.fused_op_is_on
             return None if None in ids else (*own, *ids)
 
+        def __deepcopy__(self, memo: Any) -> Any:
+            copied = Pass()
+            copied.fused_op_is_on = self.fused_op_is_on
+            return copied
+
+        def __reduce__(self) -> Any:
+            """For the key of a cache: of some slots, torch pickles what it could ask ``uuid``."""
+            if (uuid := self.uuid()) is None:
+                raise pickle.PicklingError("another pass has no uuid")
+            return _restored, (uuid,)
+
     return Pass()
+
+
+def _restored(uuid: Any) -> Any:
+    raise pickle.UnpicklingError("a pass cannot be restored from the key of a cache")
 
 
 @cache

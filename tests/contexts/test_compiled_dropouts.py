@@ -469,7 +469,9 @@ def test_roundings_of_the_norm(wide, dtype, device) -> None:
     (output, hidden), report = rewritten(function, *leaves)
     assert report == (1, {})
     expected = fused_rms_norm(hidden, leaves[2], 1e-3, rounding="before_weight")
-    assert torch.equal(output, expected)
+    # With mixed types a GPU takes the sums of a row in another order.
+    bound = 0.0 if wide is None else 1e-5
+    torch.testing.assert_close(output, expected, rtol=bound, atol=bound)
 
 
 def test_hooks_of_saved_tensors_see_nothing_of_the_pass(device) -> None:

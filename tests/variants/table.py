@@ -34,7 +34,8 @@ def sized(arguments: dict) -> dict:
     groups = arguments.pop("groups", 1)
     x = arguments["input"]
     cols = int(x.shape[-1]) if groups > 1 and isinstance(x, Tensor) and x.dim() else 0
-    return arguments | ({"group_size": cols // groups} if cols and cols % groups == 0 else {})
+    size = {"group_size": cols // groups} if cols and cols % groups == 0 else {}
+    return {**arguments, **size}  # not `|`, which dynamo of torch 2.7 does not trace
 
 
 def rotated(arguments: dict) -> dict:

@@ -131,6 +131,8 @@ def _fuse(graph: fx.Graph, found: _Dropped) -> str:
     if not outputs or (is_tuple and len(outputs) != len(norm.users)):
         return "not the output alone of the norm is used"
     old = value_of(outputs[0]), value_of(addition)
+    if any(value is None for value in old):
+        return "a tensor is not a plain one"
     options = _options_of(found, *old)
     if options is None:
         return "the normalised dimensions are not constant"

@@ -140,14 +140,17 @@ struct ForwardPlace {
 template <typename Tile>
 __device__ __forceinline__ ForwardPlace place_of(const NormForwardArgs& args, int width) {
   const int thread = static_cast<int>(threadIdx.x);
-  const int in_warp = thread % kWarpSize;
+  using Groups = LaneGroups<Tile::kLanes>;
+  const int in_warp = Groups::kLeft ? thread % kWarpSize : thread;
   ForwardPlace place{blockIdx.x, true, in_warp % Tile::kLanes, 0, 1};
   if (Tile::kOneWarp || width <= Tile::kWarpCols) {
-    using Groups = LaneGroups<Tile::kLanes>;
     const int warps = static_cast<int>(blockDim.x) / kWarpSize;
     place.row = place.row * (warps * Groups::kCount) + thread / kWarpSize + Groups::own() * warps;
-    place.live = place.row < args.rows && in_warp < Groups::kCount * Tile::kLanes;
-    place.row = min(place.row, args.rows - 1);
+    place.live = place.row < args.rows;
+    place.row = place.live ? place.row : args.rows - 1;
+    if constexpr (Groups::kLeft) {
+      place.live = place.live && in_warp < Groups::kCount * Tile::kLanes;
+    }
   } else {
     place.warp = thread / kWarpSize;
     place.warps = static_cast<int>(blockDim.x) / kWarpSize;

@@ -24,9 +24,11 @@ __device__ __forceinline__ double reciprocal(double value) { return 1.0 / value;
 template <int kLanes>
 struct LaneGroups {
   static constexpr int kCount = kWarpSize / kLanes;
+  static constexpr bool kLeft = kCount * kLanes < kWarpSize;  // some lanes
 
   __device__ __forceinline__ static int own() {
-    return min(static_cast<int>(threadIdx.x) % kWarpSize / kLanes, kCount - 1);
+    const int group = static_cast<int>(threadIdx.x) % kWarpSize / kLanes;
+    return kLeft ? min(group, kCount - 1) : group;
   }
 };
 

@@ -62,7 +62,10 @@ def test_every_route_has_the_strides_of_pytorch(seed, device):
     x = view_at_random(draw, device)
     shape = x.shape[-draw.randint(1, x.dim()) :]
     weight = torch.randn(shape, device=device)
-    for fused, native in ((fused_op.rms_norm, F.rms_norm), (fused_op.layer_norm, F.layer_norm)):
+    norms = [(fused_op.layer_norm, F.layer_norm)]
+    if hasattr(torch.ops.aten, "_fused_rms_norm"):  # older ones keep the order of x
+        norms.append((fused_op.rms_norm, F.rms_norm))
+    for fused, native in norms:
         expected = native(x, shape, weight)
         for name, route in ROUTES.items():
             result = route(lambda x, fused=fused: fused(x, shape, weight), x)

@@ -55,7 +55,7 @@ def rotated(arguments: dict) -> dict:
         shift = torch.arange(size, device=device) * 0.37
         angle = angle + shift.view(-1, *[1] * angle.dim())
     turn = {"cos": angle.cos(), "sin": angle.sin()}
-    return arguments | {n: (64 * t).round().div(64).to(dtype) for n, t in turn.items()}
+    return {**arguments, **{n: (64 * t).round().div(64).to(dtype) for n, t in turn.items()}}
 
 
 @dataclass(frozen=True)

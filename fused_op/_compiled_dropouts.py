@@ -71,7 +71,7 @@ def _dropped_before(graph: fx.Graph, call: fx.Node) -> _Dropped | None:
 
 
 def _operands_of_dropout(node: Any) -> tuple[fx.Node | None, float]:
-    """What is dropped in training, and how likely; or nothing."""
+    """What training drops elements of, and how likely; or nothing."""
     if not isinstance(node, fx.Node) or node.target is not F.dropout:
         return None, 0.0
     call = inspect.signature(F.dropout).bind(*node.args, **node.kwargs)
@@ -85,10 +85,11 @@ def _why_not(graph: fx.Graph, found: _Dropped) -> str:
     given = found.given
     parameters = [given[name] for name in ("weight", "bias") if given[name] is not None]
     read = [found.branch, found.residual, found.dropout, found.addition, *parameters]
-    values: list[Any] = [value_of(node) for node in read]
-    if any(value is None for value in values):
+    if any(value_of(node) is None for node in read):
         return "a tensor is not a plain one"
-    branch, residual, _, sum, *_ = values
+    branch: Any = value_of(found.branch)
+    residual: Any = value_of(found.residual)
+    sum: Any = value_of(found.addition)
     if len(found.dropout.users) != 1:
         return "what it drops is used elsewhere, too"
     widens = branch.dtype.itemsize == 2 and residual.dtype is torch.float32

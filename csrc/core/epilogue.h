@@ -2,7 +2,8 @@
 // epilogue is one struct; its template arguments are the element types of its streams. Torch-free.
 //
 //   Args               what the kernel takes: NormForwardArgs, or a struct derived from it
-//   load()             the parameters of one pack of a row
+//   load()             the parameters of one pack of a row. It may be given those of another pack,
+//                      and keep what is absent: the GPU then need not set it again
 //   Beside             the packs of a lane that are read beside x̂, from rows of the epilogue's own
 //   load_beside()      starts the loads of Beside, together with those of the row
 //   apply()            x̂ to y, in place; called for packs 0, 1, 2 and so on of a lane
@@ -62,7 +63,13 @@ constexpr bool takes_halves() {
   }
 }
 
-// y = dropout(x̂ · weight + bias). RMSNorm has no bias. An absent weight is 1, an absent bias 0.
+// The values of parameters that are absent.
+struct Absent {
+  float weight = 1;
+  float bias = 0;
+};
+
+// y = dropout(x̂ · weight + bias). RMSNorm has no bias.
 // With kRecovers, backward recovers x̂ from y.
 template <typename W, typename Y, bool kDropout = false, bool kRecovers = false>
 struct Affine {
@@ -90,14 +97,15 @@ struct Affine {
                                       Beside<N, kVectors>&) {}
 
   // The parameters of columns `col` to col + N, of which the first `valid` are in the row. They are
-  // the same for all rows.
-  template <typename Norm, typename Access, int N, typename Col>
+  // the same for all rows. Where one is absent, its values are those of `before`, which may be what
+  // was loaded for other columns.
+  template <typename Norm, typename Access, int N, typename Col, typename Before = Absent>
   FUSED_OP_HD static Parameters<N> load(const NormForwardArgs& args, std::int64_t, Col col,
-                                        int valid) {
+                                        int valid, const Before& before = {}) {
     Parameters<N> parameters;
-    parameters.weight = Access::template parameter<W, N>(args.weight, col, valid, 1);
+    parameters.weight = Access::template parameter<W, N>(args.weight, col, valid, before.weight);
     if constexpr (Norm::kHasBias) {
-      parameters.bias = Access::template parameter<W, N>(args.bias, col, valid, 0);
+      parameters.bias = Access::template parameter<W, N>(args.bias, col, valid, before.bias);
     }
     return parameters;
   }

@@ -86,12 +86,14 @@ FUSED_OP_HD Activation<A> silu(A z) {
 template <typename W, typename Y, bool kGroups>
 struct GroupAffine : Affine<W, Y> {
   using Args = GatedForwardArgs;
-  using Affine<W, Y>::Affine;
+  using Inner = Affine<W, Y>;
+  using Inner::Inner;
 
-  template <typename Norm, typename Access, int N, typename Col>
-  FUSED_OP_HD static auto load(const Args& args, std::int64_t row, Col col, int valid) {
+  template <typename Norm, typename Access, int N, typename Col, typename Before = Absent>
+  FUSED_OP_HD static auto load(const Args& args, std::int64_t row, Col col, int valid,
+                               const Before& before = {}) {
     const int first = kGroups ? static_cast<int>(args.gate.group.offset(row, args.cols)) : 0;
-    return Affine<W, Y>::template load<Norm, Access, N>(args, row, first + col, valid);
+    return Inner::template load<Norm, Access, N>(args, row, first + col, valid, before);
   }
 
   struct Backward : Affine<W, Y>::Backward {

@@ -203,8 +203,9 @@ struct ModulatedByEntry : Affine<W, Y> {
     Pack<Z, N> shift;
   };
 
-  template <typename Norm, typename Access, int N, typename Col>
-  FUSED_OP_HD static Parameters<N> load(const Args& args, std::int64_t row, Col col, int valid) {
+  template <typename Norm, typename Access, int N, typename Col, typename... Before>
+  FUSED_OP_HD static Parameters<N> load(const Args& args, std::int64_t row, Col col, int valid,
+                                        const Before&...) {  // scale and shift are never absent
     const Modulation& entries = args.modulation;
     Parameters<N> parameters;
     if constexpr (kAffine) {

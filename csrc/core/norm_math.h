@@ -134,9 +134,10 @@ struct SavedStats {
 // times Limits::kScale if its squares still overflow.
 template <typename A>
 FUSED_OP_HD bool trusted(const Moments<A>& moments, A cols) {
-  return moments.second <= Limits<A>::kLargest &&
-         (cols == A(1) ||  // the value is its own mean, exactly
-          moments.second >= cols * moments.mean * moments.mean * Limits<A>::kMeanRounding);
+  const A rounding = cols * moments.mean * moments.mean * Limits<A>::kMeanRounding;
+  const bool own_mean = cols == A(1);  // the value is its own mean, exactly
+  // Not && and ||, which would be branches.
+  return (moments.second <= Limits<A>::kLargest) & (own_mean | (moments.second >= rounding));
 }
 template <typename A>
 FUSED_OP_HD bool overflowed(const Moments<A>& moments) {
@@ -173,9 +174,13 @@ struct LayerNorm {
     const A rstd = reciprocal_sqrt(moments.second * inverse_cols + scaled_eps(eps, scale));
     return {scale, moments.mean, -moments.rest * rstd, rstd};
   }
-  template <typename A>
+  // Without kScales, n.scale is 1, and x - mean is what the moments were computed from: the
+  // compiler takes it from there. H200, bf16, share of copy so and with kScales: 0.98 0.94 at
+  // 335544x200.
+  template <bool kScales = true, typename A>
   FUSED_OP_HD static A normalized(A x, const Normalizer<A>& n) {
-    return multiply_add(multiply_add(x, n.scale, -n.mean), n.rstd, n.shift);
+    const A deviation = kScales ? multiply_add(x, n.scale, -n.mean) : x - n.mean;
+    return multiply_add(deviation, n.rstd, n.shift);
   }
 
   template <typename A>
@@ -204,9 +209,9 @@ struct RmsNorm {
     return {scale, A(0), A(0),
             reciprocal_sqrt(moments.second * inverse_cols + scaled_eps(eps, scale))};
   }
-  template <typename A>
+  template <bool kScales = true, typename A>
   FUSED_OP_HD static A normalized(A x, const Normalizer<A>& n) {
-    return x * n.scale * n.rstd;
+    return (kScales ? x * n.scale : x) * n.rstd;
   }
   template <typename A>
   FUSED_OP_HD static void save(const Normalizer<A>& n, const Moments<A>&, A* stats,
@@ -240,7 +245,7 @@ struct Identity {
   static constexpr int kStats = 0;
   static constexpr int kGrads = 1;
 
-  template <typename A>
+  template <bool kScales = true, typename A>
   FUSED_OP_HD static A normalized(A x, const Normalizer<A>&) {
     return x;
   }

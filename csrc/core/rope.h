@@ -210,11 +210,11 @@ struct RotatedAffine : Affine<W, X> {
   __device__ __forceinline__ static int first_parameter(const Call& args, std::int64_t row) {
     return Form::kGroups ? static_cast<int>(args.rotation.first_parameter(row, args.cols)) : 0;
   }
-  template <typename Norm, typename Access, int N, typename Col>
+  template <typename Norm, typename Access, int N, typename Col, typename Before = Absent>
   __device__ __forceinline__ static auto load(const Args& args, std::int64_t row, Col col,
-                                              int valid) {
-    return Inner::template load<Norm, Access, N>(args, row, first_parameter(args, row) + col,
-                                                 valid);
+                                              int valid, const Before& before = {}) {
+    return Inner::template load<Norm, Access, N>(args, row, first_parameter(args, row) + col, valid,
+                                                 before);
   }
 
   // Starts to bring the angles into the L1 cache while the row is on its way. us without and with

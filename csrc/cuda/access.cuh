@@ -114,23 +114,29 @@ __device__ __forceinline__ void clear(Pack<T, N>& pack) {
   }
 }
 
-// A pack whose elements all have this value.
-template <typename T, int N>
-__device__ __forceinline__ Pack<T, N> pack_of(float value) {
-  Accumulator<T> values[N];
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    values[j] = value;
-  }
-  return rounded<T>(values);
-}
-
 // Both load a lane's packs by load(), or in two steps: join() waits for what start() has loaded,
 // and takes what start() returned. Other loads may be started between them.
 
-// Two rows, for the accesses below: the loads of both are started before one is waited for.
+// What the accesses below have in common.
 template <typename Access>
-struct LoadsBoth {
+struct AnyAccess {
+  // A pack whose elements all have this value.
+  template <typename T, int N>
+  __device__ __forceinline__ static Pack<T, N> pack_of(float value) {
+    Accumulator<T> values[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      values[j] = value;
+    }
+    return rounded<T>(values);
+  }
+  // A pack of a parameter, as below; if that is null, all values are `absent`.
+  template <typename W, int N, typename Col>
+  __device__ __forceinline__ static Pack<W, N> parameter(const void* from, Col col, int valid,
+                                                         float absent) {
+    return Access::parameter(from, col, valid, pack_of<W, N>(absent));
+  }
+  // Two rows: the loads of both are started before one is waited for.
   template <typename Lane, typename T, typename U, int N, int kVectors>
   __device__ __forceinline__ static void load_both(const Lane& lane, const T* row,
                                                    Pack<T, N> (&packs)[kVectors], const U* other,
@@ -143,7 +149,8 @@ struct LoadsBoth {
 };
 
 // For rows that begin at a multiple of a pack's bytes (16 at most) and are whole packs long.
-struct Vectors : LoadsBoth<Vectors> {
+struct Vectors : AnyAccess<Vectors> {
+  using AnyAccess<Vectors>::parameter;
   static constexpr bool kWhole = true;  // a pack is wholly inside the row or wholly outside
   static constexpr bool kStoresTogether = false;
 
@@ -175,9 +182,9 @@ struct Vectors : LoadsBoth<Vectors> {
   template <typename Lane, typename T, int N>
   __device__ __forceinline__ static void store_pack(const Lane& lane, T* row, int i,
                                                     const Pack<T, N>& pack) {
-    if (lane.live && lane.template valid<N>(i) > 0) {
-      store_bytes<sizeof(T) * N>(row + lane.col(i), pack.words);
-    }
+    T* const to = row + lane.first;
+    store_bytes_if<sizeof(T) * N>(lane.live && lane.template valid<N>(i) > 0, to + i * Lane::kStep,
+                                  pack.words);
   }
   template <typename Lane, typename T, int N, int kVectors>
   __device__ __forceinline__ static void store(const Lane& lane, T* row,
@@ -208,15 +215,14 @@ struct Vectors : LoadsBoth<Vectors> {
     }
   }
   // Loads N values of a parameter from column `col` on. The parameter begins at a multiple of a
-  // pack's bytes, 16 at most, and of 4 for Words; if it is null, all values are `absent`. `valid`
-  // is the number of columns left in the row; if it is N, there may be more.
+  // pack's bytes, 16 at most, and of 4 for Words; if it is null, the values are those of `absent`.
+  // `valid` is the number of columns left in the row; if it is N, there may be more.
   template <typename W, int N, typename Col>
   __device__ __forceinline__ static Pack<W, N> parameter(const void* from, Col col, int valid,
-                                                         float absent) {
-    Pack<W, N> pack = pack_of<W, N>(absent);
+                                                         Pack<W, N> absent) {
     load_bytes_if<sizeof(W) * N, false>(from != nullptr && valid > 0,
-                                        static_cast<const W*>(from) + col, pack.words);
-    return pack;
+                                        static_cast<const W*>(from) + col, absent.words);
+    return absent;
   }
 };
 

@@ -71,7 +71,7 @@ struct GroupBackward {
     }
   }
 
-  // Calls use(x, dy, element) for the packs of a plane that this lane has. first: as for read().
+  // Calls use(x, dy, step) for the packs of a plane that this lane has. first: as for read().
   template <typename Use>
   __device__ __forceinline__ static void packs_of_plane(bool first, const KeptPacks<Op, 2>& from,
                                                         const SlotLane<Op>& mine,
@@ -83,7 +83,7 @@ struct GroupBackward {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (step + i < part.own_steps) {
-          use(packs[0][i], packs[1][i], mine.element(part, step + i));
+          use(packs[0][i], packs[1][i], step + i);
         }
       }
     }
@@ -98,7 +98,7 @@ struct GroupBackward {
       const ChannelMap<A> map = has_plane ? maps.at(part.plane) : ChannelMap<A>{};
       ChannelSums<A> of_plane{};
       packs_of_plane(true, input.of_slot(k), mine, part,
-                     [&](const Packs& x_pack, const Packs& dy_pack, std::int64_t) {
+                     [&](const Packs& x_pack, const Packs& dy_pack, int) {
                        A xhat[N], dn[N];
                        take(x_pack, dy_pack, map, xhat, dn);
                        ChannelSums<A> of_pack{};
@@ -126,14 +126,15 @@ struct GroupBackward {
     mine.planes([&](const PlanePart& part) {
       const ChannelMap<A> map = part.own_steps > 0 ? maps.at(part.plane) : ChannelMap<A>{};
       packs_of_plane(false, input.of_slot(k), mine, part,
-                     [&](const Packs& x_pack, const Packs& dy_pack, std::int64_t at) {
+                     [&](const Packs& x_pack, const Packs& dy_pack, int step) {
                        A xhat[N], dn[N];
                        take(x_pack, dy_pack, map, xhat, dn);
 #pragma unroll
                        for (int j = 0; j < N; ++j) {
                          dn[j] = pullback(dn[j] * map.factor, xhat[j]);
                        }
-                       store_bytes_if<sizeof(E) * N>(true, grad_input + at, rounded<E>(dn).words);
+                       store_bytes_if<sizeof(E) * N>(true, mine.pack_at(grad_input, part, step),
+                                                     rounded<E>(dn).words);
                      });
     });
   }

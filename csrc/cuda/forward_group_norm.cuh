@@ -91,7 +91,9 @@ struct GroupForward {
     const KeptPacks<Op, 1> from = input.of_slot(k);
     E* const output = static_cast<E*>(args.output) + place.first;
     mine.planes([&](const PlanePart& part) {
-      const ChannelMap<A> map = part.own_steps > 0 ? maps.at(part.plane) : ChannelMap<A>{};
+      ChannelMap<A> map = part.own_steps > 0 ? maps.at(part.plane) : ChannelMap<A>{};
+      map = {normalizer.rstd * map.factor,
+             multiply_add(normalizer.shift, map.factor, map.offset)};  // of x - mean
 #pragma unroll 1
       for (int step = 0; step < mine.steps; step += kAtOnce) {
         Packs packs[1][kAtOnce];
@@ -99,7 +101,7 @@ struct GroupForward {
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           if (step + i < part.own_steps) {
-            write(packs[0][i], normalizer, map, output + mine.element(part, step + i));
+            write(packs[0][i], normalizer, map, mine.pack_at(output, part, step + i));
           }
         }
       }
@@ -111,8 +113,8 @@ struct GroupForward {
     to_values(pack, values);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      const A xhat = LayerNorm::normalized(values[j], normalizer);
-      const A n = multiply_add(xhat, map.factor, map.offset);
+      const A deviation = multiply_add(values[j], normalizer.scale, -normalizer.mean);
+      const A n = multiply_add(deviation, map.factor, map.offset);
       values[j] = Op::kSilu ? silu<E>(n).value : n;
     }
     store_bytes_if<sizeof(E) * N>(true, to, rounded<E>(values).words);

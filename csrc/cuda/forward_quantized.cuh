@@ -142,8 +142,9 @@ struct QuantizedOp : Op_ {
       }
       if (i + Tile::kAhead < kVectors) {
         const int next = i + Tile::kAhead;
-        parameters[i % Tile::kAhead] = Epilogue::template load<Norm, Access, N>(
-            args, place.row, lane.col(next), lane.template valid<N>(next));
+        auto& own = parameters[i % Tile::kAhead];
+        own = Epilogue::template load<Norm, Access, N>(args, place.row, lane.col(next),
+                                                       lane.template valid<N>(next), own);
       }
     }
     QuantizedRow<As, Tile, Lane, Y>{args.to, place, lane, results}.run();

@@ -136,25 +136,29 @@ struct ForwardPlace {
 
 // Rows that share a warp are as many rows apart as the CTA has warps, which is an even number. If
 // rows are dense, either all of them begin in the middle of a word or none does. Lanes that are
-// left over load a part of the last row in the warp.
+// left over load a part of the last row in the warp. The lane is opaque to the compiler, or it
+// would compute each address by itself: it knew that the sum of a lane's first column and a pack's
+// distance from there is also their bitwise or.
 template <typename Tile>
 __device__ __forceinline__ ForwardPlace place_of(const NormForwardArgs& args, int width) {
-  const int thread = static_cast<int>(threadIdx.x);
+  const unsigned thread = threadIdx.x;
   using Groups = LaneGroups<Tile::kLanes>;
-  const int in_warp = Groups::kLeft ? thread % kWarpSize : thread;
-  ForwardPlace place{blockIdx.x, true, in_warp % Tile::kLanes, 0, 1};
+  const unsigned in_warp = Groups::kLeft ? thread % kWarpSize : thread;
+  ForwardPlace place{blockIdx.x, true, static_cast<int>(in_warp % Tile::kLanes), 0, 1};
   if (Tile::kOneWarp || width <= Tile::kWarpCols) {
-    const int warps = static_cast<int>(blockDim.x) / kWarpSize;
-    place.row = place.row * (warps * Groups::kCount) + thread / kWarpSize + Groups::own() * warps;
+    const unsigned warps = blockDim.x / kWarpSize;
+    const unsigned in_cta = thread / kWarpSize + Groups::own() * warps;
+    place.row = place.row * (warps * Groups::kCount) + in_cta;
     place.live = place.row < args.rows;
     place.row = place.live ? place.row : args.rows - 1;
     if constexpr (Groups::kLeft) {
       place.live = place.live && in_warp < Groups::kCount * Tile::kLanes;
     }
   } else {
-    place.warp = thread / kWarpSize;
-    place.warps = static_cast<int>(blockDim.x) / kWarpSize;
+    place.warp = static_cast<int>(thread / kWarpSize);
+    place.warps = static_cast<int>(blockDim.x / kWarpSize);
   }
+  asm volatile("" : "+r"(place.lane));
   return place;
 }
 
@@ -271,7 +275,8 @@ __device__ __noinline__ void finish_untrusted(const typename Op::Args& args, int
                       args, moments, scale, reciprocal(static_cast<A>(width)), place.row, saves));
 }
 
-// Normalises a lane's packs and stores them. Parameters are loaded kAhead packs ahead.
+// Normalises a lane's packs, whose scale is 1, and stores them. Parameters are loaded kAhead packs
+// ahead. (In a row of several warps, x - mean is not at hand: a warp's moments have its own mean.)
 template <typename Op, typename Tile, typename Lane, typename Parameters, typename Row, int N,
           int kVectors, typename A>
 __device__ __forceinline__ void write_row(
@@ -294,7 +299,7 @@ __device__ __forceinline__ void write_row(
     to_values(packs[i], values);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      values[j] = Norm::normalized(values[j], normalizer);
+      values[j] = Norm::template normalized<!Tile::kOneWarp>(values[j], normalizer);
     }
     epilogue.template apply<Norm>(parameters[i % Tile::kAhead], beside, i, values);
     Pack<Y, N>& result = results[Access::kStoresTogether ? i : 0];
@@ -304,8 +309,9 @@ __device__ __forceinline__ void write_row(
     }
     if (i + Tile::kAhead < kVectors) {
       const int next = i + Tile::kAhead;
-      parameters[i % Tile::kAhead] = Epilogue::template load<Norm, Access, N>(
-          args, row, lane.col(next), lane.template valid<N>(next));
+      auto& own = parameters[i % Tile::kAhead];
+      own = Epilogue::template load<Norm, Access, N>(args, row, lane.col(next),
+                                                     lane.template valid<N>(next), own);
     }
   }
   if constexpr (Access::kStoresTogether) {

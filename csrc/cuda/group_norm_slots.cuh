@@ -89,9 +89,15 @@ struct SlotLane {
 
   __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % kWarpSize; }
 
-  // Of the pack of a step, in the group.
-  __device__ __forceinline__ std::int64_t element(const PlanePart& part, int step) const {
-    return part.element + static_cast<std::int64_t>(step) * next_pack;
+  // The pack of a step, in one of the group's tensors. One instruction; the compiler would multiply
+  // 64-bit numbers.
+  template <typename E>
+  __device__ __forceinline__ E* pack_at(E* group, const PlanePart& part, int step) const {
+    E* at;
+    asm("mad.wide.s32 %0, %1, %2, %3;"
+        : "=l"(at)
+        : "r"(step), "r"(next_pack * static_cast<int>(sizeof(E))), "l"(group + part.element));
+    return at;
   }
 
   // Calls visit(PlanePart) for each plane of the slot; a lane without one there has no steps.
@@ -144,7 +150,7 @@ struct KeptPacks {
       for (int i = 0; i < kCount; ++i) {
         clear(packs[tensor][i]);
         load_bytes_if<kBytes, false>(step + i < part.own_steps,
-                                     group[tensor] + mine.element(part, step + i),
+                                     mine.pack_at(group[tensor], part, step + i),
                                      packs[tensor][i].words);
       }
     }

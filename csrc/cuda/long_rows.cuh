@@ -28,6 +28,7 @@ struct LongTile {
   static constexpr int kAhead = kAhead_;      // packs of parameters in flight; in turn: rows
   static constexpr int kThreads = kThreads_;  // of a CTA, at most
   static constexpr int kCtasPerSm = kCtasPerSm_;
+  static constexpr bool kOneWarp = false;  // a row has several
 
   static constexpr int kStep = kWarpSize * kPack;
   static constexpr int kPartCols = kStep * kVectors;

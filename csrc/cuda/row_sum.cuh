@@ -27,7 +27,7 @@ struct LaneGroups {
   static constexpr bool kLeft = kCount * kLanes < kWarpSize;  // some lanes
 
   __device__ __forceinline__ static int own() {
-    const int group = static_cast<int>(threadIdx.x) % kWarpSize / kLanes;
+    const int group = static_cast<int>(threadIdx.x % kWarpSize / kLanes);
     return kLeft ? min(group, kCount - 1) : group;
   }
 };

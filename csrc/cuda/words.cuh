@@ -8,7 +8,8 @@ namespace fused_op::cuda {
 
 // For rows of any length, at any address that is a multiple of the element size. A 16-bit row that
 // begins in the middle of a word moves by halves. The branch is the same for the whole row.
-struct Words : LoadsBoth<Words> {
+struct Words : AnyAccess<Words> {
+  using AnyAccess<Words>::parameter;
   static constexpr bool kWhole = false;
   static constexpr bool kStoresTogether = true;  // packs are stored in one branch, not in one each
   static constexpr bool kHalves = true;          // rows may begin in the middle of a word
@@ -108,11 +109,10 @@ struct Words : LoadsBoth<Words> {
   }
   template <typename W, int N, typename Col>
   __device__ __forceinline__ static Pack<W, N> parameter(const void* from, Col col, int valid,
-                                                         float absent) {
-    Pack<W, N> pack = pack_of<W, N>(absent);
+                                                         Pack<W, N> absent) {
     load_pack<false, false, false>(static_cast<const W*>(from) + col, from != nullptr ? valid : 0,
-                                   pack);
-    return pack;
+                                   absent);
+    return absent;
   }
 
  private:

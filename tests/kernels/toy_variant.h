@@ -93,10 +93,10 @@ struct SoftCap {
   template <typename Access, typename Lane, int N, int kVectors>
   FUSED_OP_HD static void load_beside(const NormForwardArgs&, std::int64_t, const Lane&,
                                       Beside<N, kVectors>&) {}
-  template <typename Norm, typename Access, int N, typename Col>
+  template <typename Norm, typename Access, int N, typename Col, typename Before = Absent>
   FUSED_OP_HD static Parameters<N> load(const NormForwardArgs& args, std::int64_t row, Col col,
-                                        int valid) {
-    return Inner::template load<Norm, Access, N>(args, row, col, valid);
+                                        int valid, const Before& before = {}) {
+    return Inner::template load<Norm, Access, N>(args, row, col, valid, before);
   }
 
   template <typename A>

@@ -102,12 +102,16 @@ struct Affine {
   template <typename Norm, typename Access, int N, typename Col, typename Before = Absent>
   FUSED_OP_HD static Parameters<N> load(const NormForwardArgs& args, std::int64_t, Col col,
                                         int valid, const Before& before = {}) {
-    Parameters<N> parameters;
-    parameters.weight = Access::template parameter<W, N>(args.weight, col, valid, before.weight);
-    if constexpr (Norm::kHasBias) {
-      parameters.bias = Access::template parameter<W, N>(args.bias, col, valid, before.bias);
+    if constexpr (kDropout && !std::is_same_v<Before, Absent>) {
+      return load<Norm, Access, N>(args, 0, col, valid);  // kept beside the mask, they would spill
+    } else {
+      Parameters<N> parameters;
+      parameters.weight = Access::template parameter<W, N>(args.weight, col, valid, before.weight);
+      if constexpr (Norm::kHasBias) {
+        parameters.bias = Access::template parameter<W, N>(args.bias, col, valid, before.bias);
+      }
+      return parameters;
     }
-    return parameters;
   }
 
   template <typename Norm, int N, int kVectors, typename A>

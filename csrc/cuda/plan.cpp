@@ -162,7 +162,9 @@ ForwardPlan plan_forward(const ForwardSpec& spec, std::int64_t rows, std::int64_
     plan.vectors = odd ? grid.units : grid.units * (deal.unit / deal.pack);
     plan.few = few;
     plan.width = static_cast<int>(cols);
-    plan.ahead = few ? plan.vectors : odd ? 4 : (grid.units < 3 || grid.units > 6 ? 1 : 2);
+    const bool drops_output = spec.dropout && !spec.adds;  // its mask takes registers, too
+    const bool one_ahead = grid.units < 3 || grid.units > 6 || drops_output;
+    plan.ahead = few ? plan.vectors : odd ? 4 : one_ahead ? 1 : 2;
     plan.ahead = std::min(plan.ahead, plan.vectors);
   }
   plan.pack = odd ? word_pack(spec) : deal.pack;

@@ -129,7 +129,7 @@ def test_lessons_of_the_compiler_still_hold() -> None:
     ahead = sorted(pair.ours / pair.theirs for pair in found if pair.is_loss)
     assert len(ahead) == 4, "the compiler is no longer ahead in four calls"
     assert 1.12 < ahead[-1] < 1.17, "no longer by a seventh for rows of one element"
-    assert ahead[-2] < 1.055, "further than written"
+    assert ahead[-2] < 1.065, "further than written"
 
 
 def test_readme_says_what_a_model_gains() -> None:

@@ -122,8 +122,7 @@ class Variant:
         known = [*tensors, *self.option_names, *self.grad_names, "wanted"]
         self.option_names += [name for name in self.backward_names if name not in known]
         self.differentiated = [
-            self.tensor_names.index(result.name.removeprefix("grad_"))
-            for result in self.backward_op._schema.returns
+            result.name.removeprefix("grad_") for result in self.backward_op._schema.returns
         ]
 
     def __call__(self, tensors: Tensors, options: Options) -> Any:
@@ -198,22 +197,24 @@ class Variant:
 
     def _backward_by_op(self, grads: Tensors, call: RecordedCall) -> Tensors:
         saved, options, wanted, passed = call
-        found: list[Tensor | None] = [None] * len(wanted)
-        asked = list(wanted)
+        # By name: the dynamo of PyTorch 2.7 makes symbols of numbers, and assigns no item by one.
+        found: dict[str, Tensor | None] = dict.fromkeys(self.tensor_names)
+        asked = dict(zip(self.tensor_names, wanted, strict=True))
         if passed is not None and wanted[passed[0]]:
             number, output, dtype, shape = passed
-            found[number] = _gradient_of(grads[output], dtype, shape, saved)
-            asked[number] = False
-        of_op = [asked[number] for number in self.differentiated]
+            name = self.tensor_names[number]
+            found[name] = _gradient_of(grads[output], dtype, shape, saved)
+            asked[name] = False
+        of_op = [asked[name] for name in self.differentiated]
         if any(of_op):
             given: dict[str, Any] = {**saved, "wanted": of_op}
             given.update(zip(self.option_names, options, strict=True))
             given.update(zip(self.grad_names, grads, strict=True))
             results = self.backward_op(*[given[name] for name in self.backward_names])
             results = results if isinstance(results, tuple) else (results,)
-            for number, result in zip(self.differentiated, results, strict=True):
-                found[number] = result if asked[number] else found[number]
-        return tuple(found)
+            for name, result in zip(self.differentiated, results, strict=True):
+                found[name] = result if asked[name] else found[name]
+        return tuple(found.values())
 
 
 def _gradient_of(

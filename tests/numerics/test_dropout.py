@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import fused_op
 import fused_op_cuda
@@ -157,7 +158,7 @@ def test_checkpointing_keeps_the_mask(device, reentrant):
     results = []
     for call in (
         block,
-        lambda x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant),
+        lambda x: checkpoint(block, x, use_reentrant=reentrant),
     ):
         torch.manual_seed(0)
         x.grad = None

@@ -219,7 +219,7 @@ def test_rows_do_not_depend_on_others(rule, device):
         others = [i for i in range(37) if i not in (3, 8, 20)]
         result = op_of(name)(*tensors, keep_output=True, **rule.arguments)
         for actual, whole in zip(result[:2], expected[:2], strict=True):
-            assert_bits(actual[others], whole[others])
+            assert torch.equal(bits(actual)[others], bits(whole)[others])
         quantized, scale = rule(result.output)
         assert_bits(result.quantized, quantized)
         assert_bits(result.scale, scale)

@@ -108,10 +108,10 @@ class FlatRows {
   // are read again from global memory; a single element that is not finite is NaN by then.
   static constexpr bool kInRegisters = Tile::kVectorRows > 0;
   static constexpr bool kAlwaysStored = kInRegisters || (Tile::kCols == 1 && Norm::kCentered);
-  // Whether a row is multiplied by its scale even if that is 1. H200, LayerNorm, share of copy with
-  // that and without: 0.85 0.89 at 40 columns of bf16, 0.80 0.83 at 191; but 0.95 0.89 at 101 of
-  // float32, 0.97 0.97 at 47.
-  static constexpr bool kScalesFloats = sizeof(typename Op::Source::Row) >= 4;
+  // Of a trusted row, which is 1. H200, LayerNorm, share of copy with kAny and kOne: 0.85 0.89 at
+  // 40 columns of bf16, 0.80 0.83 at 191; but 0.95 0.89 at 101 of float32, 0.97 0.97 at 47.
+  static constexpr RowScale kTrusted =
+      sizeof(typename Op::Source::Row) >= 4 ? RowScale::kAny : RowScale::kOne;
 
  public:
   using Row = typename Op::Source::Row;
@@ -153,7 +153,7 @@ class FlatRows {
     Moments<A> moments;
     const bool trust = flat_moments<Norm, Tile>(packs, moments) || !is_there(row);
     if (kAlwaysStored || trust) {
-      finish<kScalesFloats>(to, at, row, packs, moments, A(1));
+      finish<kTrusted>(to, at, row, packs, moments, A(1));
     }
     return trust;
   }
@@ -173,7 +173,7 @@ class FlatRows {
     }
     __syncwarp();  // all lanes have read what is overwritten now
     if (wanted) {
-      finish<true>(to, row, row, packs, moments, scale);
+      finish<RowScale::kAny>(to, row, row, packs, moments, scale);
     }
   }
 
@@ -184,8 +184,7 @@ class FlatRows {
       packs[own][i] = from.load(at, lane, i);
     });
   }
-  // Without kScales, `scale` is 1.
-  template <bool kScales>
+  template <RowScale kScale>
   __device__ __forceinline__ void finish(const Target& to, int at, int row,
                                          const OwnPacks<Tile, Row, kVectors>& packs,
                                          const Moments<A>& moments, A scale) const {
@@ -200,7 +199,7 @@ class FlatRows {
       to_values(packs[own][i], values);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        values[j] = Norm::template normalized<kScales>(values[j], normalizer);
+        values[j] = Norm::template normalized<kScale>(values[j], normalizer);
       }
       epilogue.template apply<Norm>(parameters_[own][i], nothing, i, values);
       to.store(at, lane, i, rounded<Y>(values));

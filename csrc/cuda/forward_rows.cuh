@@ -276,7 +276,7 @@ __device__ __noinline__ void finish_untrusted(const typename Op::Args& args, int
 }
 
 // Normalises a lane's packs, whose scale is 1, and stores them. Parameters are loaded kAhead packs
-// ahead. (In a row of several warps, x - mean is not at hand: a warp's moments have its own mean.)
+// ahead.
 template <typename Op, typename Tile, typename Lane, typename Parameters, typename Row, int N,
           int kVectors, typename A>
 __device__ __forceinline__ void write_row(
@@ -288,6 +288,8 @@ __device__ __forceinline__ void write_row(
   using Access = typename Op::Access;
   using Y = typename Op::Epilogue::Output;
   using Epilogue = typename Op::Epilogue;
+  // In a row of several warps, x - mean is not at hand: a warp's moments have its own mean.
+  constexpr RowScale kScale = Tile::kOneWarp ? RowScale::kOne : RowScale::kAny;
   Y* const output = static_cast<Y*>(args.output.data) + row * lane.width;
   Epilogue epilogue(args, row, lane);
   tell(epilogue, normalizer);
@@ -299,7 +301,7 @@ __device__ __forceinline__ void write_row(
     to_values(packs[i], values);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      values[j] = Norm::template normalized<!Tile::kOneWarp>(values[j], normalizer);
+      values[j] = Norm::template normalized<kScale>(values[j], normalizer);
     }
     epilogue.template apply<Norm>(parameters[i % Tile::kAhead], beside, i, values);
     Pack<Y, N>& result = results[Access::kStoresTogether ? i : 0];

@@ -1,6 +1,7 @@
 // The gated RMS norm: the norm kernels with a gate before or after the norm. A kernel's row is one
 // group of columns of a tensor's row.
 #include <cmath>
+#include <optional>
 
 #include "backend.h"
 #include "checks.h"
@@ -13,15 +14,15 @@ namespace {
 
 // The arguments of both ops that are not tensors.
 struct GatedOptions {
-  std::int64_t group_size;
+  std::optional<std::int64_t> group_size;  // none: all columns
   bool sigmoid;
   bool gate_first;
   bool zero_centered;
   Rounding rounding;
 };
 
-GatedOptions parse_options(std::int64_t group_size, std::string_view activation, bool gate_first,
-                           bool zero_centered, std::string_view rounding) {
+GatedOptions parse_options(std::optional<std::int64_t> group_size, std::string_view activation,
+                           bool gate_first, bool zero_centered, std::string_view rounding) {
   TORCH_CHECK_VALUE(activation == "silu" || activation == "sigmoid",
                     "fused_gated_rms_norm: activation must be 'silu' or 'sigmoid', got '",
                     activation, "'");
@@ -33,11 +34,10 @@ GatedOptions parse_options(std::int64_t group_size, std::string_view activation,
 constexpr std::int64_t kMostGroupBytes = 8192;
 
 // [..., groups, group_size], or the tensor itself if there is one group.
-at::Tensor grouped(const at::Tensor& tensor, std::int64_t group_size) {
+at::Tensor grouped(const at::Tensor& tensor, std::optional<std::int64_t> group_size) {
   const std::int64_t cols = tensor.size(-1);
-  return cols == group_size || group_size == 0
-             ? tensor
-             : tensor.unflatten(-1, {cols / group_size, group_size});
+  const std::int64_t size = group_size.value_or(cols);
+  return size == cols ? tensor : tensor.unflatten(-1, {cols / size, size});
 }
 
 void check_tensors(const char* op, const at::Tensor& input, const at::Tensor& gate,
@@ -52,7 +52,7 @@ void check_tensors(const char* op, const at::Tensor& input, const at::Tensor& ga
               ": both or none must be float64");
   check_param_kind(op, "weight", weight, input);
   check_param_shape(op, "weight", weight, shape.normalized, input);
-  const std::int64_t size = options.group_size;
+  const std::int64_t size = options.group_size.value_or(shape.cols);
   TORCH_CHECK(size == shape.cols || (size > 0 && shape.cols % size == 0), op,
               ": group_size must divide the last dimension of input, ", shape.cols, ", got ", size);
   TORCH_CHECK(size == shape.cols || shape.rows * (shape.cols / size) < std::int64_t{1} << 31, op,
@@ -83,7 +83,7 @@ Gate make_gate(const at::Tensor& gate, const Shape& shape, const GatedOptions& o
 // vectors, so that the weights of a group may begin at any address.
 bool takes_in_turn(const at::Tensor& input, const at::Tensor& gate, const OptionalTensor& weight,
                    const Shape& shape, const GatedOptions& options) {
-  if (!input.is_cuda() || input.size(-1) == options.group_size) {
+  if (!input.is_cuda() || input.size(-1) == shape.cols) {
     return false;
   }
   const auto is_whole = [&](const at::Tensor& of) {
@@ -257,9 +257,10 @@ Gradients backward(const GatedTensors& tensors, const GatedOptions& options,
 }
 
 Results gated_rms_norm_forward(const at::Tensor& input, const at::Tensor& gate,
-                               const OptionalTensor& weight, double eps, std::int64_t group_size,
-                               std::string_view activation, bool gate_first, bool zero_centered,
-                               std::string_view rounding, bool save_stats) {
+                               const OptionalTensor& weight, double eps,
+                               std::optional<std::int64_t> group_size, std::string_view activation,
+                               bool gate_first, bool zero_centered, std::string_view rounding,
+                               bool save_stats) {
   const char* const op = "fused_gated_rms_norm";
   const GatedOptions options =
       parse_options(group_size, activation, gate_first, zero_centered, rounding);
@@ -271,7 +272,7 @@ Results gated_rms_norm_forward(const at::Tensor& input, const at::Tensor& gate,
 
 Gradients gated_rms_norm_backward(const at::Tensor& grad_output, const at::Tensor& input,
                                   const at::Tensor& gate, const OptionalTensor& weight,
-                                  const at::Tensor& stats, std::int64_t group_size,
+                                  const at::Tensor& stats, std::optional<std::int64_t> group_size,
                                   std::string_view activation, bool gate_first, bool zero_centered,
                                   std::string_view rounding, std::array<bool, 3> wanted) {
   const char* const op = "fused_op::gated_rms_norm_backward";
@@ -302,13 +303,13 @@ Gradients gated_rms_norm_backward(const at::Tensor& grad_output, const at::Tenso
 
 TORCH_LIBRARY_FRAGMENT(fused_op, m) {
   register_op(m,
-              "gated_rms_norm_forward(Tensor input, Tensor gate, Tensor? weight, float eps, int "
+              "gated_rms_norm_forward(Tensor input, Tensor gate, Tensor? weight, float eps, int? "
               "group_size, str activation, bool gate_first, bool zero_centered, str rounding, bool "
               "save_stats) -> (Tensor output, Tensor stats)",
               &gated_rms_norm_forward);
   register_op(m,
               "gated_rms_norm_backward(Tensor grad_output, Tensor input, Tensor gate, Tensor? "
-              "weight, Tensor stats, int group_size, str activation, bool gate_first, bool "
+              "weight, Tensor stats, int? group_size, str activation, bool gate_first, bool "
               "zero_centered, str rounding, bool[3] wanted) -> (Tensor grad_input, Tensor "
               "grad_gate, Tensor grad_weight)",
               &gated_rms_norm_backward);

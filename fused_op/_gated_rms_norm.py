@@ -94,8 +94,7 @@ def fused_gated_rms_norm(
     check_tensor(_OP, "gate", gate)
     check_options(_OP, **keywords)
     eps = machine_eps(input) if eps is None else as_float(_OP, "eps", eps)
-    if group_size is None:
-        group_size = input.shape[-1] if input.dim() else 0
+    # None stays None: torch.compile would make code for the number of columns.
     options = eps, group_size, activation, gate_first, zero_centered, rounding
     output: Tensor = _GATED_RMS_NORM(tensors, options)
     return output
@@ -204,7 +203,12 @@ def _formula(input: Tensor, gate: Tensor, weight: Tensor | None, eps: float, *op
 
 
 def _check(
-    input: Tensor, gate: Tensor, weight: Tensor | None, eps: float, group_size: int, *options: Any
+    input: Tensor,
+    gate: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    group_size: int | None,
+    *options: Any,
 ) -> None:
     check_eps(_OP, eps)
     check_rows(_OP, "input", input)
@@ -220,7 +224,7 @@ def _check(
         )
     cols = input.shape[-1]
     check_parameter(_OP, "weight", weight, cols)
-    if group_size != cols and (group_size <= 0 or cols % group_size):
+    if group_size is not None and group_size != cols and (group_size <= 0 or cols % group_size):
         raise RuntimeError(
             f"{_OP}: group_size must divide the last dimension of input, {cols}, got {group_size}"
         )
@@ -231,7 +235,7 @@ def _fake_forward(
     gate: Tensor,
     weight: Tensor | None,
     eps: float,
-    group_size: int,
+    group_size: int | None,
     activation: str,
     gate_first: bool,
     zero_centered: bool,
@@ -240,7 +244,7 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor]:
     _check(input, gate, weight, eps, group_size)
     cols = input.shape[-1]
-    groups = 1 if group_size == cols else cols // group_size
+    groups = 1 if group_size is None or group_size == cols else cols // group_size
     rows = math.prod(input.shape[:-1]) * groups
     stats = input.new_empty((1, rows), dtype=compute_dtype(input))
     return input.new_empty(input.shape), stats if save_stats else input.new_empty(0)
@@ -252,7 +256,7 @@ def _fake_backward(
     gate: Tensor,
     weight: Tensor | None,
     stats: Tensor,
-    group_size: int,
+    group_size: int | None,
     activation: str,
     gate_first: bool,
     zero_centered: bool,

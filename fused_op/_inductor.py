@@ -90,7 +90,9 @@ def _behind(before: Any, ours: GraphPass) -> Any:
         def __reduce__(self) -> Any:
             """For the key of a cache: of some slots, torch pickles what it could ask ``uuid``."""
             if (uuid := self.uuid()) is None:
-                raise pickle.PicklingError("another pass has no uuid")
+                # As pickle says of what it cannot take. Torch 2.7 goes on without a cache after no
+                # other error.
+                raise TypeError("another pass has no uuid")
             return _restored, (uuid,)
 
     return Pass()

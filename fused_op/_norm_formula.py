@@ -225,8 +225,9 @@ def normalized_rows(
     if norm == "layer_norm":
         # In two steps, because the rounding of a mean far from zero would show. For derivatives,
         # the first step subtracts a constant; the second is the formula.
+        # (Torch 2.7 has no rule for a clamp of DTensors.)
         mean = x.detach().mean(dims, keepdim=True)
-        x = x - mean.clamp(low * scale, high * scale)
+        x = x - torch.minimum(torch.maximum(mean, low * scale), high * scale)
         x = x - x.mean(dims, keepdim=True)
     squares = x.square()
     total = squares.sum(dims, keepdim=True) if norm == "l2_norm" else squares.mean(dims, True)

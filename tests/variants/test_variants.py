@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -209,6 +210,20 @@ def test_compile_without_graph_break(call, dynamic, device):
     assert [graphs.names.count(op) for op in variant.ops] == [1, 1]
     with torch.no_grad():
         assert_same(compiled(*inputs), eager, rtol=0, atol=0)
+
+
+def test_one_program_for_every_width(call, device):
+    """Catches an option that holds the number of columns: torch.compile makes code for each."""
+    variant, options = call
+    if "groups" in options:
+        pytest.skip("its group_size, which is such a number, changes as well")
+    torch._dynamo.reset()
+    programs, fused = CompileCounter(), bound(variant, options)
+    compiled = torch.compile(fused, fullgraph=True, dynamic=True, backend=programs)
+    for cols in (8, 16, 24):
+        inputs = variant.arguments((3, 4, cols), Pair(F32, F32), device, requires_grad=True)
+        assert_same(compiled(*inputs.values()), fused(*inputs.values()), rtol=0, atol=0)
+    assert programs.frame_count == 1
 
 
 def test_opcheck(call, pair, device):

@@ -4,6 +4,7 @@
 #include <elf.h>
 #include <link.h>
 #include <pthread.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <array>
@@ -139,6 +140,17 @@ std::string build_id(const void* address) {
   return search.id;
 }
 
+// Size and time of the file of the library that contains `address`. In the wheels of NVRTC 12, a
+// tool moved the build id away from where the headers say that it is.
+std::string file_stamp(const void* address) {
+  Dl_info library{};
+  struct stat file{};
+  if (dladdr(address, &library) == 0 || stat(library.dli_fname, &file) != 0) {
+    return {};
+  }
+  return std::to_string(file.st_size) + '_' + std::to_string(file.st_mtime);
+}
+
 // The NVRTC of the CUDA version that this module was built for. No path is searched:
 // libtorch_cuda.so is linked with NVRTC and has loaded it.
 void load(Nvrtc& nvrtc) {
@@ -153,8 +165,10 @@ void load(Nvrtc& nvrtc) {
   if (nvrtc.why_not.empty()) {
     int major = 0, minor = 0;
     nvrtc.version(&major, &minor);
+    const void* const address = reinterpret_cast<const void*>(nvrtc.version);
+    const std::string id = build_id(address);
     nvrtc.identity = "NVRTC " + std::to_string(major) + '.' + std::to_string(minor) + ' ' +
-                     build_id(reinterpret_cast<const void*>(nvrtc.version));
+                     (id.empty() ? file_stamp(address) : id);
   }
 }
 

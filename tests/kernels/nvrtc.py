@@ -20,7 +20,8 @@ TARGET = "compute_90"
 @cache
 def library() -> ctypes.CDLL | None:
     """NVRTC, or None where there is none."""
-    folders = [Path(p, "nvidia", f"cu{major}", "lib") for p in sys.path for major in (13, 14)]
+    packages = "cuda_nvrtc", "cu13", "cu14"  # of CUDA 12, 13 and later
+    folders = [Path(p, "nvidia", package, "lib") for p in sys.path for package in packages]
     if home := build_backend.find_cuda_home():
         folders += [home / name for name in ("lib64", "lib", "targets/x86_64-linux/lib")]
     for folder in folders:

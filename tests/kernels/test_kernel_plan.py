@@ -141,6 +141,9 @@ def test_no_code(capsys):
 @pytest.mark.parametrize("kernel", ["spills", "toy"])
 def test_facts_are_the_compilers(kernel, arch):
     """Catches a form of cubin that is read wrongly."""
+    version = re.search(r"(\d+)\.(\d+)", fused_op_cuda._compiler_identity()).groups()
+    if arch == 120 and tuple(map(int, version)) < (12, 8):
+        pytest.skip("it makes no cubin of that architecture")
     header, name, _ = KERNEL
     headers = HEADERS
     if kernel == "spills":

@@ -172,6 +172,7 @@ BATCH = "is a batch or instance norm"
 KEPT = {
     "BitBatchNorm2d": BATCH,
     "DebertaLayerNorm": OTHER_ROUNDINGS,
+    "DoryL2Norm": "differs from rms_norm",  # by the number of columns, and is a norm of vectors
     "GradiumPhononTTSFlowLayerNorm": OTHER_ROUNDINGS,
     "GradiumPhononTTSTimestepNorm": OTHER_ROUNDINGS,
     "ImageGPTLayerNorm": OTHER_ROUNDINGS,

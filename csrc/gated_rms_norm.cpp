@@ -82,7 +82,7 @@ Gate make_gate(const at::Tensor& gate, const Shape& shape, const GatedOptions& o
 // Whether the GPU computes one group after the other: groups that are too long, or not whole
 // vectors, so that the weights of a group may begin at any address.
 bool takes_in_turn(const at::Tensor& input, const at::Tensor& gate, const OptionalTensor& weight,
-                   const Shape& shape, const GatedOptions& options) {
+                   const Shape& shape) {
   if (!input.is_cuda() || input.size(-1) == shape.cols) {
     return false;
   }
@@ -143,7 +143,7 @@ Results forward(const at::Tensor& input, const at::Tensor& gate, const OptionalT
   if (shape.empty()) {
     return {output, save_stats ? stats.zero_() : nothing_like(input)};
   }
-  if (!takes_in_turn(input, gate, weight, shape, options)) {
+  if (!takes_in_turn(input, gate, weight, shape)) {
     run_forward(x, grouped(gate, options.group_size), weight, options, eps, output, stats);
     return {output, save_stats ? stats : nothing_like(input)};
   }
@@ -228,7 +228,7 @@ Gradients backward(const GatedTensors& tensors, const GatedOptions& options,
     if (wanted[2]) {
       grad_weight.zero_();
     }
-  } else if (!takes_in_turn(input, gate, weight, shape, options)) {
+  } else if (!takes_in_turn(input, gate, weight, shape)) {
     run_backward(tensors, options, grad_input, grad_gate, grad_weight, param_dtype);
   } else {
     const std::int64_t size = shape.cols;

@@ -14,7 +14,7 @@ import torch
 
 import fused_op_cuda
 from tests.kernels import toy_variant
-from tests.kernels.toy_kernel import needs_nvrtc
+from tests.kernels.toy_kernel import needs_nvrtc, nvrtc_version
 from tests.ops import BF16, DEVICES, F32, F64
 
 CSRC = Path(__file__).parents[2] / "csrc"
@@ -45,9 +45,9 @@ def test_it_compiles(cols, dtypes, backward):
     for kernel in kernels:  # of a plan whose registers were counted for the library's epilogue
         symbol, _, log = fused_op_cuda._compile(*kernel, 90, toy_variant.HEADERS)
         assert "partials" in kernel[0] or ("SoftCap" in symbol and "Scale2" in symbol)
-        # With predicated stores, which keep vectors whole, one backward kernel spills 36, or 44
-        # where NVRTC 12.6 compiles it.
-        assert max(int(count) for count in re.findall(r"(\d+) bytes spill", log)) <= 44
+        # With predicated stores, which keep vectors whole, one backward kernel spills.
+        most = 36 if nvrtc_version() >= (13, 0) else 44
+        assert max(int(count) for count in re.findall(r"(\d+) bytes spill", log)) <= most
 
 
 def right(centred, x, weight, bias):

@@ -34,6 +34,12 @@ HEADERS = {"toy.cuh": TOY}
 OTHER = ("toy.cuh", "toy::double_kernel<float, 256>", 90)
 
 
+def nvrtc_version() -> tuple[int, int]:
+    """Of the NVRTC that compiles kernels at their first use."""
+    found = re.search(r"(\d+)\.(\d+)", fused_op_cuda._compiler_identity())
+    return int(found[1]), int(found[2])
+
+
 def why_not() -> str:
     """Why nothing can be compiled here; empty if it can."""
     if reason := fused_op.build_info()["no_cuda_reason"]:

@@ -56,10 +56,10 @@ struct CoreBackwardTile {
   int stages;
 };
 constexpr CoreBackwardTile kCoreBackwardTiles[] = {
-    {8, 1, 3}, {16, 1, 3}, {32, 1, 3}, {32, 2, 2}, {32, 2, 3},
+    {8, 1, 3}, {8, 2, 2}, {8, 2, 3}, {16, 2, 2}, {16, 2, 3}, {32, 2, 2}, {32, 2, 3},
 };
 constexpr int kCoreBackwardCount = static_cast<int>(std::size(kCoreBackwardTiles));
-constexpr int kFirstWithSum = 3;  // the first tile that also takes the gradient of a sum
+constexpr int kFirstWithSum = 5;  // the first tile that also takes the gradient of a sum
 
 // The part of a plan that follows from the tile, for elements of `size` bytes. `adds`: with the
 // gradient of a sum.

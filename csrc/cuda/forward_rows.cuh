@@ -134,21 +134,25 @@ struct ForwardPlace {
   int warps;  // warps of the row
 };
 
-// Rows that share a warp are as many rows apart as the CTA has warps, which is an even number. If
-// rows are dense, either all of them begin in the middle of a word or none does. Lanes that are
-// left over load a part of the last row in the warp. The lane is opaque to the compiler, or it
-// would compute each address by itself: it knew that the sum of a lane's first column and a pack's
+// Rows that share a warp are neighbours, so that a warp's loads and stores lie side by side. us
+// with rows as far apart as the CTA has warps, and so: 69.2 63.2 at 2097152x32, and with
+// statistics 78.0 68.1 (H200, bf16, LayerNorm). By words they are two rows apart: if rows are
+// dense, either all of a warp's begin in the middle of a word or none does. Lanes that are left
+// over load a part of the last row in the warp. The lane is opaque to the compiler, or it would
+// compute each address by itself: it knew that the sum of a lane's first column and a pack's
 // distance from there is also their bitwise or.
-template <typename Tile>
-__device__ __forceinline__ ForwardPlace place_of(const NormForwardArgs& args, int width) {
+template <typename Op, typename Tile>
+__device__ __forceinline__ ForwardPlace place_of(const typename Op::Args& args, int width) {
   const unsigned thread = threadIdx.x;
   using Groups = LaneGroups<Tile::kLanes>;
   const unsigned in_warp = Groups::kLeft ? thread % kWarpSize : thread;
   ForwardPlace place{blockIdx.x, true, static_cast<int>(in_warp % Tile::kLanes), 0, 1};
   if (Tile::kOneWarp || width <= Tile::kWarpCols) {
+    constexpr unsigned kApart = Op::Access::kWhole ? 1 : 2;  // CTAs have an even number of warps
     const unsigned warps = blockDim.x / kWarpSize;
-    const unsigned in_cta = thread / kWarpSize + Groups::own() * warps;
-    place.row = place.row * (warps * Groups::kCount) + in_cta;
+    const unsigned warp = thread / kWarpSize;
+    const unsigned first = warp / kApart * (kApart * Groups::kCount) + warp % kApart;
+    place.row = place.row * (warps * Groups::kCount) + first + Groups::own() * kApart;
     place.live = place.row < args.rows;
     place.row = place.live ? place.row : args.rows - 1;
     if constexpr (Groups::kLeft) {
@@ -255,7 +259,7 @@ struct Rescue {
 template <typename Op, typename Tile, typename A>
 __device__ __noinline__ void finish_untrusted(const typename Op::Args& args, int width,
                                               Moments<A> moments, WarpMoments<A>* parts) {
-  const ForwardPlace place = place_of<Tile>(args, width);
+  const ForwardPlace place = place_of<Op, Tile>(args, width);
   const Rescue<Op, Tile, A> rescue{args, place, width, CtaExchange<A>{parts}};
   const bool trust = trusted(moments, static_cast<A>(width));
   A scale = 1;
@@ -435,7 +439,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     forward_kernel(const __grid_constant__ typename Op::Args args) {
   __shared__ WarpMoments<Accumulator<typename Op::Source::Row>> parts[kMaxRowWarps];
   const int width = Tile::kWidth > 0 ? Tile::kWidth : static_cast<int>(args.cols);
-  const ForwardPlace place = place_of<Tile>(args, width);
+  const ForwardPlace place = place_of<Op, Tile>(args, width);
   if constexpr (kHasFullWarps<Op> && kLastWarpDiffers<Tile>) {
     if (place.warp + 1 < Tile::kWarps) {
       take_row<Op, Tile, FullWarp<Tile>>(args, place, width, parts);

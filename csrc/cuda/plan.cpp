@@ -56,8 +56,9 @@ int threads_with_entries(const ForwardSpec& spec, int elements) {
 // 40; but 0.81 0.77 at 319, 0.88 0.78 at 56.
 bool is_flat(const ForwardSpec& spec, std::int64_t cols, const ForwardGrid& grid, bool few) {
   constexpr std::int64_t kMostCols = 48, kMostOddCols = 256;
-  const bool gains =
-      !few && grid.warps == 1 && cols <= (by_words(spec, cols) ? kMostOddCols : kMostCols);
+  const bool odd = by_words(spec, cols);
+  const bool gains = !few && grid.warps == 1 && (odd || grid.lanes > 2) &&
+                     cols <= (odd ? kMostOddCols : kMostCols);
   return (is_short(spec, cols) || gains) && spec.row != DType::kFloat64 && !spec.adds &&
          !spec.dropout && !spec.split && spec.variant == nullptr &&
          size_of(spec.output) == size_of(spec.row);

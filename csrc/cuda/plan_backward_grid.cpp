@@ -37,15 +37,18 @@ int lanes_for(std::int64_t units) {
 // Rows that share a warp have three units a lane, or two, if one would leave lanes idle. H200,
 // bf16, LayerNorm, us with one and two: 128 122 at 1677721x40, 114 105 at 335544x200; with two and
 // three: 120 127 at 932067x72, 122 110 at 493447x136. By words, share of add with two and three:
-// 0.90 0.84 at 201528x333 (H100).
-BackwardGrid shared_warp_grid(std::int64_t units, bool odd) {
+// 0.90 0.84 at 201528x333 (H100). If one leaves no lane idle, longer rows have two. us with one and
+// two: 101.8 97.4 at 524288x128, 102.5 96.5 at 262144x256, with a residual 145.8 126.2; but 3.2 3.6
+// at 4096x64 (H200). By words: 128 157 at 528416x127; a gated norm's share of add: 0.95 0.90.
+BackwardGrid shared_warp_grid(std::int64_t units, bool odd, bool light) {
   for (int lanes = 8; lanes < kWarpSize && !odd; lanes *= 2) {
     if (units > 2 * lanes && units <= 3 * lanes) {
       return {lanes, 3, 1};
     }
   }
   const int lanes = lanes_for(units);
-  return units > 4 && units < lanes ? BackwardGrid{lanes / 2, 2, 1} : BackwardGrid{lanes, 1, 1};
+  const bool two = units < lanes ? units > 4 : light && units >= 16;
+  return two ? BackwardGrid{lanes / 2, 2, 1} : BackwardGrid{lanes, 1, 1};
 }
 
 // The layout of a row of `units`; `odd` if they are not whole vectors.
@@ -62,7 +65,8 @@ BackwardGrid best_grid(const BackwardSpec& spec, std::int64_t units, bool odd) {
     return {std::min(lanes_for(units), kWarpSize), 1, static_cast<int>(ceil_div(units, kWarpSize))};
   }
   if (units < 3 * kWarpSize / 2) {
-    return shared_warp_grid(units, odd);
+    const bool light = !odd && (spec.variant == nullptr || spec.variant->shares_entries);
+    return shared_warp_grid(units, odd, light);
   }
   const auto grid = [&](int per_lane, int threads = kMostBackwardThreads) {
     return BackwardGrid{kWarpSize, per_lane,
@@ -120,7 +124,7 @@ int core_tile(const BackwardSpec& spec, std::int64_t cols) {
   for (int i = spec.adds ? kFirstWithSum : 0; i < kCoreBackwardCount; ++i) {
     const CoreBackwardTile& tile = kCoreBackwardTiles[i];
     const int of_tile = tile.lanes * tile.vectors;
-    const bool several = tile.vectors == 2;  // warps
+    const bool several = tile.lanes == kWarpSize;  // warps
     if (tile.stages == 3 && (vectors == of_tile || (several && vectors % of_tile == 0))) {
       return i;
     }

@@ -71,6 +71,7 @@ const char* broken_rule(const ForwardSpec& spec, const ForwardPlan& plan, std::i
   if (plan.ahead < 1 || plan.ahead > plan.vectors) return "packs ahead";
   const int cta_rows = threads > 32 ? 1 : plan.threads / 32 * (32 / threads);
   if (plan.ctas * cta_rows < rows || (plan.ctas - 1) * cta_rows >= rows) return "CTAs";
+  if (plan.words && threads < 32 && plan.threads % 64 != 0) return "an odd number of warps";
   if (plan.core && (plan.words || cols % (plan.lanes * plan.vectors * plan.pack) != 0))
     return "full";
   if (plan.width != (plan.core ? 0 : cols)) return "width";

@@ -15,11 +15,13 @@ template <typename Post, typename Pre>
 struct PostAddPreOp : Pre {
   using Args = PostAddPreForwardArgs;
   using Norm = typename Post::Norm;
+  using Access = typename Pre::Access;
   using Epilogue = typename Pre::Epilogue;
   using X = typename Post::Source::Row;
   using A = Accumulator<X>;
   static_assert(std::is_same_v<X, typename Post::Epilogue::Output>);
   static_assert(std::is_same_v<X, typename Pre::Source::Row>, "one deal of the elements to lanes");
+  static_assert(std::is_same_v<Access, typename Post::Access>, "one deal of rows");
 
   // Normalises the branch, which Pre loaded as its input.
   template <typename Tile, typename Lane, typename Loaded>
@@ -114,9 +116,12 @@ struct PostAddPreOp : Pre {
     } else {
       __syncwarp();
     }
-    typename Pre::Source source(args, place.row);
-    source.input = place.live ? source.sum : source.input;  // another warp may have that row
-    source.template load<typename Pre::Access>(lane, loaded);
+    const typename Pre::Source source(args, place.row);
+    const X* const branch =
+        place.live ? source.sum : source.input;  // another warp may have that row
+    using Alone = std::conditional_t<Access::kWhole, Access, LoneWords>;
+    Alone::load(lane, branch, loaded.input);
+    Access::load(lane, source.residual, loaded.residual);
   }
 };
 

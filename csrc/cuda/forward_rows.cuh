@@ -201,7 +201,7 @@ struct Rescue {
   }
   __device__ void read(const OneVector& lane, Pack<Row, N> (&pack)[1]) const {
     const typename Op::Source source(args, place.row);
-    source.template read<Words>(lane, pack);
+    source.template read<LoneWords>(lane, pack);
   }
   // The moments of the elements times `scale`, with a refined mean.
   __device__ Moments<A> moments(A scale) const {

@@ -184,7 +184,7 @@ struct LongRescue {
   }
   __device__ void read(const OnePack& lane, Pack<Row, N> (&pack)[1]) const {
     const typename Op::Source source(args, row);
-    source.template read<Words>(lane, pack);
+    source.template read<LoneWords>(lane, pack);
   }
   // The moments of one pack of each lane, of elements times `scale`, with a refined mean.
   __device__ WarpMoments<A> moments_of_pack(std::int64_t part, int i, A scale) const {

@@ -31,25 +31,12 @@ struct Words : AnyAccess<Words> {
   template <typename Lane, typename T, int N, int kVectors>
   __device__ __forceinline__ static std::uint32_t start(const Lane& lane, const T* row,
                                                         Pack<T, N> (&packs)[kVectors]) {
-    const T* const from = row + lane.first;
     if constexpr (sizeof(T) == 2 && N == 2) {
-      return load_around(lane, from, packs);
-    } else if (!splits_word(from)) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        clear(packs[i]);
-        load_pack<false, Lane::kKeep, true>(from + i * Lane::kStep, lane.template valid<N>(i),
-                                            packs[i]);
-      }
-    } else if constexpr (sizeof(T) == 2) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        clear(packs[i]);
-        load_pack<true, Lane::kKeep, true>(from + i * Lane::kStep, lane.template valid<N>(i),
-                                           packs[i]);
-      }
+      return load_around(lane, row + lane.first, packs);
+    } else {
+      load_each(lane, row, packs);
+      return 0;
     }
-    return 0;
   }
   template <typename Lane, typename T, int N, int kVectors>
   __device__ __forceinline__ static void join(const Lane& lane, const T* row,
@@ -293,6 +280,28 @@ struct Words : AnyAccess<Words> {
   }
 
  protected:
+  // Loads packs by themselves, and nothing but the row.
+  template <typename Lane, typename T, int N, int kVectors>
+  __device__ __forceinline__ static void load_each(const Lane& lane, const T* row,
+                                                   Pack<T, N> (&packs)[kVectors]) {
+    const T* const from = row + lane.first;
+    if (!splits_word(from)) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        clear(packs[i]);
+        load_pack<false, Lane::kKeep, true>(from + i * Lane::kStep, lane.template valid<N>(i),
+                                            packs[i]);
+      }
+    } else if constexpr (sizeof(T) == 2) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        clear(packs[i]);
+        load_pack<true, Lane::kKeep, true>(from + i * Lane::kStep, lane.template valid<N>(i),
+                                           packs[i]);
+      }
+    }
+  }
+
   template <bool kByHalves, typename Lane, typename T, int N, int kCount>
   __device__ __forceinline__ static void store_words(const Lane& lane, T* to, int first,
                                                      const Pack<T, N> (&packs)[kCount]) {
@@ -303,6 +312,16 @@ struct Words : AnyAccess<Words> {
                             packs[k]);
       }
     }
+  }
+};
+
+// Words that load nothing but the row. The others may load the half before it as well, which
+// another warp may be about to store if the kernel writes rows and reads them again.
+struct LoneWords : Words {
+  template <typename Lane, typename T, int N, int kVectors>
+  __device__ __forceinline__ static void load(const Lane& lane, const T* row,
+                                              Pack<T, N> (&packs)[kVectors]) {
+    Words::load_each(lane, row, packs);
   }
 };
 

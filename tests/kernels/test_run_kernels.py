@@ -130,6 +130,8 @@ SPECIAL = [  # a kernel each with code of its own for rows whose moments it take
     Call(LN, 900, 2, special="constant", sms=2),
     Call(LN, 301, 33, special="constant", sms=2),
     Call(LN, 301, 255, special="constant", sms=2),
+    Call(LN, 31, 107, residual="bf16", special="constant", backwards=True),
+    Call(LN, 5, 33333, residual="bf16", special="constant", backwards=True),
     Call(LN, 85, 217, special="constant", pad=3, sms=3),
     Call(RMS, 261, 31, "f32", special="large", sms=2),
     Call(LN, 3, 96, "f16", special="constant", shift=2),

@@ -32,6 +32,7 @@ class Call:
     shift: int = 0  # elements from a multiple of 16 bytes to the first row
     scales: tuple[float, float] = (1.0, 1.0)  # of every third row of input and residual
     sms: int = 132
+    backwards: bool = False  # the order in which threads run
 
     def __str__(self) -> str:
         default = Call(0, 0)
@@ -65,6 +66,7 @@ CALLS = [
     Call(5, 5001, F32, F32, F32, scales=(1e22, 1e38), padding=2),
     Call(9, 96, BF16, F32, F32, scales=(1e30, 1e-30), shift=1),
     Call(6, 640, F32, F32, F32, scales=(float("nan"), 1e30)),
+    Call(33, 107, scales=(1e30, 1.0), backwards=True),  # beside rows that are not written yet
 ]
 
 
@@ -90,7 +92,7 @@ def tensors_of(call: Call) -> list[torch.Tensor | None]:
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_bits_of_the_two_ops(call: Call) -> None:
     tensors = tensors_of(call)
-    gpu = Gpu(call.sms)
+    gpu = Gpu(call.sms, backwards=call.backwards)
     found = run(gpu, *tensors, rounding=call.rounding)
     assert found is not None and len(gpu.launches) == 1
     expected = two_ops(Gpu(call.sms), *tensors, rounding=call.rounding)

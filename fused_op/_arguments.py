@@ -172,6 +172,10 @@ def check_parameter(op: str, name: str, parameter: Tensor | None, cols: int) -> 
     if parameter is None:
         return
     check_tensor(op, name, parameter)
+    if parameter.layout != torch.strided:
+        raise RuntimeError(
+            f"{op}: {name} must be a dense (strided) tensor, got layout {parameter.layout}"
+        )
     if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
         raise RuntimeError(
             f"{op}: mixed dtype: expect parameter to have scalar type of Float, Half, BFloat16 or "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as global_hooks
 
+from ._contexts import is_autocast
 from ._fused_class import Formula, is_fused
 from ._modulated_norm import fused_modulated_layer_norm, fused_modulated_rms_norm
 from ._post_add_pre_rms_norm import fused_post_add_pre_rms_norm
@@ -163,8 +164,7 @@ def _modulates(norm: Any, input: Any, scale: Any, shift: Any) -> bool:
         and all(t.device == input.device for t in tensors)
         and _has_entries_for(input, scale)
         and not _are_unsaved(tensors)
-        and input.device.type in ("cpu", "cuda")  # autocast has no answer for others
-        and not torch.is_autocast_enabled(input.device.type)
+        and not is_autocast(input)
     )
 
 
@@ -191,7 +191,10 @@ def _takes_sum(norm: Any, left: Any, right: Any) -> bool:
     return (
         type(left) is Tensor
         and type(right) is Tensor
+        and not takes_original(norm, left)
         and left.dtype is right.dtype
+        and left.layout is right.layout
+        and not right.is_nested
         and left.shape == right.shape
         and all(
             parameter is None or parameter.dtype is left.dtype

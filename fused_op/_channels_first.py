@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
@@ -18,6 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ._arguments import as_float, check_eps, check_parameter, check_rows, check_tensor
 from ._channels_first_formula import channels_are_last, channels_first
+from ._ops import register_fake
 from ._options import Norm, PixelActivation, compute_dtype
 from ._sizes import holds
 from ._variant import Variant, is_strided
@@ -252,7 +252,7 @@ def _fake_backward(
     return grads[0], grads[1], grads[2]
 
 
-torch.library.register_fake("fused_op::channels_first_forward", _fake_forward)
-torch.library.register_fake("fused_op::channels_first_backward", _fake_backward)
+register_fake("channels_first_forward", _fake_forward)
+register_fake("channels_first_backward", _fake_backward)
 
 _CHANNELS_FIRST = Variant("channels_first", _formula, _check, by_rows=False)

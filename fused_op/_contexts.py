@@ -31,6 +31,12 @@ def is_differentiated(*grads: Tensor | None) -> bool:
     )
 
 
+def is_autocast(tensor: Tensor) -> bool:
+    """Is autocast on for the device of this tensor? It has no answer for others, such as meta."""
+    device = tensor.device.type
+    return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+
+
 def is_recording() -> bool:
     """Does ``torch.jit.trace`` record what is called here? It does not inside its operators."""
     return (

@@ -19,6 +19,7 @@ from ._arguments import (
     check_rows,
     check_tensor,
 )
+from ._ops import register_fake
 from ._options import Activation, Rounding, compute_dtype, machine_eps
 from ._sizes import differ
 from ._variant import Variant
@@ -275,7 +276,7 @@ def _fake_backward(
     )
 
 
-torch.library.register_fake("fused_op::gated_rms_norm_forward", _fake_forward)
-torch.library.register_fake("fused_op::gated_rms_norm_backward", _fake_backward)
+register_fake("gated_rms_norm_forward", _fake_forward)
+register_fake("gated_rms_norm_backward", _fake_backward)
 
 _GATED_RMS_NORM = Variant("gated_rms_norm", _formula, _check)

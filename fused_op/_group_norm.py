@@ -16,6 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ._arguments import as_float, check_eps, check_parameter, check_rows, check_tensor
 from ._channels_first import check_activation, in_planes, spread_out
 from ._group_norm_formula import group_norm, like_layout
+from ._ops import register_fake
 from ._options import PixelActivation, compute_dtype
 from ._sizes import differ
 from ._variant import Variant
@@ -278,7 +279,7 @@ def _fake_backward(
     )
 
 
-torch.library.register_fake("fused_op::group_norm_forward", _fake_forward)
-torch.library.register_fake("fused_op::group_norm_backward", _fake_backward)
+register_fake("group_norm_forward", _fake_forward)
+register_fake("group_norm_backward", _fake_backward)
 
 _GROUP_NORM = Variant("group_norm", _formula, _check, by_rows=False)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import reference
 from ._arguments import as_float, check_eps, check_rows, check_tensor
+from ._ops import register_fake
 from ._options import compute_dtype
 from ._variant import Variant
 
@@ -59,7 +59,7 @@ def _fake_backward(grad_output: Tensor, input: Tensor, stats: Tensor) -> Tensor:
     return input.new_empty(input.shape)
 
 
-torch.library.register_fake("fused_op::l2_norm_forward", _fake_forward)
-torch.library.register_fake("fused_op::l2_norm_backward", _fake_backward)
+register_fake("l2_norm_forward", _fake_forward)
+register_fake("l2_norm_backward", _fake_backward)
 
 _L2_NORM = Variant("l2_norm", reference.fused_l2_norm, _check)

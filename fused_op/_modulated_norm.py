@@ -16,6 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ._arguments import as_float, check_eps, check_parameter, check_rows, check_tensor
 from ._modulated_formula import gated_sum, modulated
+from ._ops import register_fake
 from ._options import Norm, compute_dtype, machine_eps
 from ._sizes import differ, holds
 from ._variant import Variant
@@ -325,10 +326,10 @@ def _fake_gated_backward(
     return tuple(made)
 
 
-torch.library.register_fake("fused_op::modulated_norm_forward", _fake_modulated_forward)
-torch.library.register_fake("fused_op::modulated_norm_backward", _fake_modulated_backward)
-torch.library.register_fake("fused_op::gated_add_norm_forward", _fake_gated_forward)
-torch.library.register_fake("fused_op::gated_add_norm_backward", _fake_gated_backward)
+register_fake("modulated_norm_forward", _fake_modulated_forward)
+register_fake("modulated_norm_backward", _fake_modulated_backward)
+register_fake("gated_add_norm_forward", _fake_gated_forward)
+register_fake("gated_add_norm_backward", _fake_gated_backward)
 
 _MODULATED_NORM = Variant(
     "modulated_norm", _modulated_formula, _check_modulated, passed=partial(_passed, 2)

@@ -7,7 +7,10 @@ elements.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -159,6 +162,30 @@ def _dropout_states(
     return torch.stack([draw(one, on_device) for one in like.unbind(in_dims[0])]), 0
 
 
+def register_fake(name: str, fake: Callable[..., Any]) -> None:
+    """Tell the dispatcher the results of an op without data: ``fake``, for tensors of one device.
+
+    The dispatcher also calls it where one tensor of a call is on the meta device. Its results would
+    then be memory that nobody writes.
+    """
+    names = list(inspect.signature(fake).parameters)
+
+    @functools.wraps(fake)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = [*zip(names, args, strict=False), *kwargs.items()]
+        tensors = [(n, t) for n, t in given if isinstance(t, Tensor) and n != "rng_state"]
+        first, expected = tensors[0][0], tensors[0][1].device
+        for each, tensor in tensors:
+            if tensor.device != expected:
+                raise RuntimeError(
+                    f"fused_op::{name}: {each}: Tensor on device {tensor.device} is not on the "
+                    f"expected device {expected} of {first}"
+                )
+        return fake(*args, **kwargs)
+
+    torch.library.register_fake(f"fused_op::{name}", checked)
+
+
 def register_rules() -> None:
     """Give the ops their rules for DTensor, as soon as there can be one: importing it is slow.
 
@@ -174,7 +201,7 @@ def register_per_sample_rules() -> None:
         from . import _per_sample as _per_sample
 
 
-torch.library.register_fake("fused_op::norm_forward", _norm_forward)
-torch.library.register_fake("fused_op::norm_backward", _norm_backward)
-torch.library.register_fake("fused_op::dropout_state", _dropout_state)
+register_fake("norm_forward", _norm_forward)
+register_fake("norm_backward", _norm_backward)
+register_fake("dropout_state", _dropout_state)
 torch.library.register_vmap("fused_op::dropout_state", _dropout_states)

@@ -26,6 +26,7 @@ from ._arguments import (
     check_tensor,
 )
 from ._norm_formula import normalize_backward
+from ._ops import register_fake
 from ._options import BackwardOptions, Rounding, compute_dtype, machine_eps
 from ._variant import Variant
 from .functional import fused_add_rms_norm, fused_rms_norm
@@ -291,7 +292,7 @@ def _fake_backward(
     return made[0], made[1], made[2], made[3]
 
 
-torch.library.register_fake("fused_op::post_add_pre_rms_norm_forward", _fake_forward)
-torch.library.register_fake("fused_op::post_add_pre_rms_norm_backward", _fake_backward)
+register_fake("post_add_pre_rms_norm_forward", _fake_forward)
+register_fake("post_add_pre_rms_norm_backward", _fake_backward)
 
 _POST_ADD_PRE_RMS_NORM = Variant("post_add_pre_rms_norm", _formula, _check, gradients=_gradients)

@@ -82,6 +82,8 @@ def prove(
         Refusal: they differ by more, or the original cannot be run.
     """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if math.prod(shape) == 0:
+        raise Refusal("normalises no elements")
     generator = torch.Generator(like.device).manual_seed(0)
 
     def normal(*size: int) -> Tensor:

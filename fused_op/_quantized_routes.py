@@ -18,11 +18,12 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fused_op_cuda import KernelError
 
-from ._arguments import check_bools, checked
-from ._contexts import is_recording, is_transformed, unrecorded
+from ._arguments import check_bools, check_rows, check_tensor, checked
+from ._contexts import is_autocast, is_recording, is_transformed, unrecorded
 from ._disabled import open_blocks
 from ._formulas import compose
 from ._norm_formula import check_shapes
+from ._ops import register_fake
 from ._options import (
     Norm,
     Options,
@@ -66,12 +67,18 @@ def run(
     if has_torch_function(tensors):
         return _override(op, tensors, options, given, keep_output)
     name = op.__name__
+    check_rows(name, "input", tensors[0])
+    if tensors[1] is not None:
+        check_rows(name, "residual", tensors[1])
+    for each, parameter in zip(("weight", "bias"), tensors[2:4], strict=True):
+        if parameter is not None:
+            check_tensor(name, each, parameter)
     rule = checked_rule(name, tensors[4], *given)
     check_bools(name, keep_output=keep_output)
     norm_tensors = (*tensors[:4], None)
     options = checked(name, options, norm_tensors)
     call = Call(options, rule, keep_output)
-    if torch.is_autocast_enabled(tensors[0].device.type):
+    if is_autocast(tensors[0]):
         tensors = (*_cast(norm_tensors)[:4], tensors[4])
     if is_dynamo_compiling():
         tensors = (*_distinct((*tensors[:4], None))[:4], tensors[4])
@@ -257,7 +264,7 @@ def _norm_quantized(
     return quantized, scales, output, sum, stats
 
 
-torch.library.register_fake("fused_op::norm_quantized", _norm_quantized)
+register_fake("norm_quantized", _norm_quantized)
 
 
 def quantized_twin(op: Callable[..., QuantizedNorm]) -> Callable[..., QuantizedNorm]:

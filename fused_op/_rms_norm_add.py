@@ -24,6 +24,7 @@ from ._arguments import (
     check_tensor,
 )
 from ._norm_formula import normalize_backward
+from ._ops import register_fake
 from ._options import BackwardOptions, Rounding, compute_dtype, machine_eps
 from ._variant import Variant
 from .functional import fused_rms_norm
@@ -169,7 +170,7 @@ def _fake_backward(
     )
 
 
-torch.library.register_fake("fused_op::rms_norm_add_forward", _fake_forward)
-torch.library.register_fake("fused_op::rms_norm_add_backward", _fake_backward)
+register_fake("rms_norm_add_forward", _fake_forward)
+register_fake("rms_norm_add_backward", _fake_backward)
 
 _RMS_NORM_ADD = Variant("rms_norm_add", _formula, _check, gradients=_gradients, passed=_passed)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import _rope_formula
 from ._arguments import check_tensor
+from ._ops import register_fake
 from ._options import compute_dtype
 from ._rope_checks import OP, QK_OP, check_call, check_qk_call, checked_eps
 from ._rope_formula import RopeRounding, Style
@@ -245,10 +245,10 @@ def _empty_like_weight(beside: Tensor, weight: Tensor | None, wanted: bool) -> T
     return beside.new_empty(weight.shape, dtype=weight.dtype)
 
 
-torch.library.register_fake("fused_op::rms_norm_rope_forward", _fake_forward)
-torch.library.register_fake("fused_op::rms_norm_rope_backward", _fake_backward)
-torch.library.register_fake("fused_op::qk_norm_rope_forward", _fake_qk_forward)
-torch.library.register_fake("fused_op::qk_norm_rope_backward", _fake_qk_backward)
+register_fake("rms_norm_rope_forward", _fake_forward)
+register_fake("rms_norm_rope_backward", _fake_backward)
+register_fake("qk_norm_rope_forward", _fake_qk_forward)
+register_fake("qk_norm_rope_backward", _fake_qk_backward)
 
 _RMS_NORM_ROPE = Variant("rms_norm_rope", _formula, check_call)
 _QK_NORM_ROPE = Variant("qk_norm_rope", _qk_formula, check_qk_call, views=_qk_views)

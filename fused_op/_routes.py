@@ -43,7 +43,7 @@ from fused_op_cuda import KernelError, Route
 
 from . import _ops
 from ._arguments import checked
-from ._contexts import is_differentiated, is_transformed
+from ._contexts import is_autocast, is_differentiated, is_transformed
 from ._disabled import open_blocks
 from ._formulas import compose
 from ._main_grad import Parameters, add_to_main_grad
@@ -119,7 +119,7 @@ def _run_traced(op: Callable[..., Any], function: Any, options: Options, tensors
     if _is_overridden(tensors, options):
         return _override(op, options, tensors)
     options, tensors = _checked(op, options, tensors)
-    if torch.is_autocast_enabled(tensors[0].device.type):
+    if is_autocast(tensors[0]):
         tensors = _cast(tensors)
     if is_transformed():
         return compose(tensors, options)

@@ -212,6 +212,21 @@ def test_refuses_tensors(way):
             fused_op.fused_layer_norm_quantized(
                 torch.ones(2, 8), torch.ones(9), normalized_shape=(8,)
             )
+        for name, given in {"input": (None,), "weight": (torch.ones(2, 8), [1.0])}.items():
+            with pytest.raises(TypeError, match=f"_quantized: argument '{name}' must be Tensor"):
+                fused_op.fused_rms_norm_quantized(*given)
+        with pytest.raises(RuntimeError, match="input must be a dense"):
+            fused_op.fused_rms_norm_quantized(torch.ones(2, 8).to_sparse())
+
+
+def test_meta_tensors():
+    """Catches results that nobody writes, beside one, and a call that fails where all are."""
+    x, meta = torch.ones(2, 8), torch.ones(8, device="meta")
+    with pytest.raises(RuntimeError, match="weight: Tensor on device meta is not on"):
+        fused_op.fused_rms_norm_quantized(x, meta)
+    with pytest.raises(RuntimeError, match="scale: Tensor on device meta is not on"):
+        fused_op.fused_rms_norm_quantized(x, scheme="tensor", scale=meta[:1])
+    assert fused_op.fused_rms_norm_quantized(x.to("meta"), meta).quantized.is_meta
 
 
 def test_signatures():

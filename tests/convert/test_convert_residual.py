@@ -224,6 +224,32 @@ def test_operands_that_no_kernel_adds(case: str) -> None:
     torch.testing.assert_close(model(x, other), reference(x, other), rtol=1e-5, atol=1e-5)
 
 
+class NormOfSum(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        y = self.norm(residual + x)
+        return y
+
+
+@pytest.mark.parametrize("kind", ["nested", "complex"])
+def test_inputs_that_no_kernel_takes(kind: str) -> None:
+    """Catches the fused addition of what the original forward adds."""
+    if kind == "nested":
+        x = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)])
+        model = NormOfSum(nn.LayerNorm(8))
+    else:
+        x = torch.randn(3, 8, dtype=torch.complex64)
+        model = NormOfSum(nn.RMSNorm(8, elementwise_affine=False))
+    expected = model(x, x)
+    report = convert(model, residual=True)
+    assert report.blocks[0].additions == 1
+    for mine, right in zip(model(x, x).unbind(), expected.unbind(), strict=True):
+        torch.testing.assert_close(mine, right)
+
+
 class LaterNorm(PreNorm):
     def forward(self, x: Tensor) -> Tensor:
         residual = x

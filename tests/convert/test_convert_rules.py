@@ -378,6 +378,12 @@ def test_mistake_raises_and_changes_nothing(call, error, message):
     assert [type(m) for m in model.modules()] == before
 
 
+def test_norm_of_nothing_stays():
+    """Catches one empty norm that ends the conversion of all others."""
+    report = convert(nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(0), nn.RMSNorm((3, 0))))
+    assert [norm.reason for norm in report.skipped] == ["normalises no elements"] * 2
+
+
 def test_report_is_a_table():
     model = nn.ModuleDict({"norm": LlamaNorm().to(BF16), "other": AffineNorm()})
     report = convert(model)

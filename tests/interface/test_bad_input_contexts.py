@@ -270,6 +270,17 @@ def test_67_rows_longer_than_on_chip_memory(op, device, pair, cols):
     case.check(case.run())
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_compiled_beside_meta(op, backend, device):
+    """Catches memory that nothing wrote: the dispatcher takes it for a call of meta."""
+    x = torch.randn(2, 8, device=device)
+    rows, weight = [x] * (2 if op.adds else 1), torch.ones(8, device="meta")
+    with pytest.raises(RuntimeError, match="weight: Tensor on device meta is not on the expected"):
+        torch.compile(op.fused, backend=backend)(*rows, weight)
+    on_meta = torch.compile(op.fused, backend="eager")(*(t.to("meta") for t in rows), weight)
+    assert all(t.is_meta for t in (on_meta if op.adds else (on_meta,)))
+
+
 def test_68_out_of_memory(op, device):
     """The input takes no memory. The output would take 2 PiB, more than a process can address: a
     system may promise less than that, and end the process later. test_scale.py has backward."""

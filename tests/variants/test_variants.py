@@ -33,6 +33,14 @@ def named(call):
     return "-".join([variant.name, *(f"{k}={v}" for k, v in options.items())])
 
 
+def test_compiled_beside_meta():
+    """Catches memory that nothing wrote."""
+    x, gate = torch.randn(2, 8), torch.randn(2, 8, device="meta")
+    for one, other in ((x, gate), (gate, x)):
+        with pytest.raises(RuntimeError, match="gate: Tensor on device"):
+            torch.compile(fused_op.fused_gated_rms_norm, backend="eager")(one, other)
+
+
 @pytest.fixture(params=CALLS, ids=named)
 def call(request):
     return request.param

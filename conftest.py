@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 from collections.abc import Hashable, Iterable, Sequence
 
 import pytest
@@ -26,6 +27,9 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     # Read when torch is imported, here and in the scripts that tests start.
     share = max(1, len(os.sched_getaffinity(0)) // workers)
     os.environ.setdefault("OMP_NUM_THREADS", str(share))
+
+# For all processes of a run: a test has the same numbers in each.
+os.environ.setdefault("FUSED_OP_SEED", str(random.SystemRandom().randrange(2**31)))
 
 QUICK = "This was the quick selection. Everything: python -m pytest --all"
 
@@ -51,6 +55,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if terminalreporter.stats.get("failed"):
+        terminalreporter.write_line(
+            f"The same numbers again: FUSED_OP_SEED={os.environ['FUSED_OP_SEED']}"
+        )
     if not terminalreporter.config.option.all_tests:
         terminalreporter.write_line(QUICK)
 

@@ -1,6 +1,6 @@
 """One call of an op: random arguments, its outputs and gradients, and the check against truth.
 
-Every run draws fresh numbers; each failure prints the seed, and FUSED_OP_SEED=<seed> repeats it.
+Every run draws fresh numbers; one that fails prints the seed, and FUSED_OP_SEED=<seed> repeats it.
 """
 
 from __future__ import annotations

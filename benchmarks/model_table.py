@@ -51,7 +51,7 @@ def slower(result: dict[str, Any]) -> str:
                 found.append(f"{row['model']}, {row['mode']}, {name}")
     if found:
         return f"Slower than native beyond the spread: {'; '.join(found)}."
-    return "No converted model is slower than native beyond the spread."
+    return "No step of a converted model is slower than native beyond the spread."
 
 
 Cell = Callable[[dict[str, Any], dict[str, Any]], str]

@@ -151,7 +151,8 @@ def test_readme_says_what_a_model_gains() -> None:
     assert len(slower) == 8, "no longer eight lines that are slower"
     (models,) = (result for result in results if "model" in result.get("rows", [{}])[0])
     assert (
-        model_table.slower(models) == "No converted model is slower than native beyond the spread."
+        model_table.slower(models)
+        == "No step of a converted model is slower than native beyond the spread."
     )
     (qwen,) = (
         r for r in models["rows"] if (r["model"], r["mode"]) == ("Qwen3 0.6B", "torch.compile")

@@ -162,6 +162,19 @@ def _dropout_states(
     return torch.stack([draw(one, on_device) for one in like.unbind(in_dims[0])]), 0
 
 
+def check_one_device(op: str, arguments: dict[str, Any]) -> None:
+    """Check that the tensors among the arguments, by name, are where the first of them is."""
+    (first, expected), *others = (
+        (name, value.device) for name, value in arguments.items() if isinstance(value, Tensor)
+    )
+    for name, device in others:
+        if device != expected:
+            raise RuntimeError(
+                f"{op}: {name}: Tensor on device {device} is not on the expected device {expected} "
+                f"of {first}"
+            )
+
+
 def register_fake(name: str, fake: Callable[..., Any]) -> None:
     """Tell the dispatcher the results of an op without data: ``fake``, for tensors of one device.
 
@@ -172,15 +185,9 @@ def register_fake(name: str, fake: Callable[..., Any]) -> None:
 
     @functools.wraps(fake)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        given = [*zip(names, args, strict=False), *kwargs.items()]
-        tensors = [(n, t) for n, t in given if isinstance(t, Tensor) and n != "rng_state"]
-        first, expected = tensors[0][0], tensors[0][1].device
-        for each, tensor in tensors:
-            if tensor.device != expected:
-                raise RuntimeError(
-                    f"fused_op::{name}: {each}: Tensor on device {tensor.device} is not on the "
-                    f"expected device {expected} of {first}"
-                )
+        given = dict(zip(names, args, strict=False)) | kwargs
+        given.pop("rng_state", None)  # of a call on a GPU, it may be on the CPU
+        check_one_device(f"fused_op::{name}", given)
         return fake(*args, **kwargs)
 
     torch.library.register_fake(f"fused_op::{name}", checked)

@@ -234,6 +234,10 @@ class _Rewriter(ast.NodeTransformer):
         norm, argument = self._norm_call(None if parts is None else parts.normalized)
         if parts is None or norm is None or argument is None:
             return self.generic_visit(node)
+        # Where `1 + s` comes first, the argument might change s in place.
+        names = {each.id for each in ast.walk(argument) if isinstance(each, ast.Name)}
+        if _start(parts.scale) < _start(parts.normalized) and names & parts.names():
+            return self.generic_visit(node)
         return self._modulated(node, norm, cast(ast.expr, self.visit(argument)), parts)
 
     def _norm_then_modulation(self, two: list[ast.stmt]) -> ast.stmt | None:
@@ -259,7 +263,7 @@ class _Rewriter(ast.NodeTransformer):
         operands = [("input", parts.normalized, argument), ("scale", parts.scale, parts.scale)]
         if parts.shift is not None:
             operands += [("shift", parts.shift, parts.shift)]
-        operands.sort(key=lambda operand: (operand[1].lineno, operand[1].col_offset))
+        operands.sort(key=lambda operand: _start(operand[1]))
         call.keywords = [ast.keyword(name, value) for name, _, value in operands]
         return cast(ast.expr, call)
 
@@ -354,6 +358,10 @@ def _statement(place: ast.stmt, code: str, *operands: ast.expr) -> ast.stmt:
             call.args = [next(rest) if isinstance(a, ast.Constant) else a for a in call.args]
             break  # the operands may be calls, too
     return statement
+
+
+def _start(node: ast.expr) -> tuple[int, int]:
+    return node.lineno, node.col_offset
 
 
 def _placed(made: Node, place: ast.AST) -> Node:

@@ -27,7 +27,7 @@ from fused_op_cuda import KernelError
 
 from ._contexts import is_differentiated, is_recording, is_transformed
 from ._disabled import open_blocks
-from ._ops import register_rules
+from ._ops import check_one_device, register_rules
 from ._routes import warn_of_missing_kernel
 from ._row_order import in_row_order, is_compiled
 from ._sizes import differ
@@ -147,11 +147,9 @@ class Variant:
         """Before the dispatcher takes a tensor of memory for one of the meta device beside it."""
         devices = {t.device for t in tensors if isinstance(t, Tensor)}
         if len(devices) > 1:
-            self.check(*tensors, *options)  # it may name the tensor
-            raise RuntimeError(
-                f"fused_{self.name}: all tensors must be on one device, got "
-                f"{' and '.join(sorted(map(str, devices)))}"
-            )
+            self.check(*tensors, *options)  # it may say it in the words of the function
+            named = dict(zip(self.tensor_names, tensors, strict=True))
+            check_one_device(f"fused_op::{self.name}_forward", named)
 
     def _call_in_cpp(self, tensors: Tensors, options: Options) -> Any:
         """The outputs of a call of plain tensors; None for any other."""

@@ -165,3 +165,19 @@ def test_left_with_a_reason(cls) -> None:
     (block,) = report.blocks
     assert block.reason == "no modulation comes right after a norm in its forward"
     assert type(model) is cls and block.reason in str(report)
+
+
+class ScaleFirst(Broadcast):
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return (1 + scale) * self.norm(x + scale.mul_(2.0)) + shift
+
+
+def test_scale_that_the_argument_changes() -> None:
+    """Catches `1 + scale` after what came after it, and changes it in place."""
+    model = ScaleFirst()
+    reference = copy.deepcopy(model)
+    (block,) = convert(model, modulation=True).blocks
+    assert block.modulations == 0 and block.reason
+    entries = torch.randn(2, 2, 1, COLS)
+    found, expected = (m(ROWS, *entries.clone()) for m in (model, reference))
+    torch.testing.assert_close(found, expected, **CLOSE)

@@ -191,10 +191,8 @@ def _takes_sum(norm: Any, left: Any, right: Any) -> bool:
     return (
         type(left) is Tensor
         and type(right) is Tensor
-        and not takes_original(norm, left)
+        and not takes_original(norm, left, right)
         and left.dtype is right.dtype
-        and left.layout is right.layout
-        and not right.is_nested
         and left.shape == right.shape
         and all(
             parameter is None or parameter.dtype is left.dtype

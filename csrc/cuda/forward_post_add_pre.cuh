@@ -117,8 +117,8 @@ struct PostAddPreOp : Pre {
       __syncwarp();
     }
     const typename Pre::Source source(args, place.row);
-    const X* const branch =
-        place.live ? source.sum : source.input;  // another warp may have that row
+    // The row of a lane that is not live may be another warp's.
+    const X* const branch = place.live ? source.sum : source.input;
     using Alone = std::conditional_t<Access::kWhole, Access, LoneWords>;
     Alone::load(lane, branch, loaded.input);
     Access::load(lane, source.residual, loaded.residual);

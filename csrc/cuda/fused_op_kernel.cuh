@@ -5,6 +5,7 @@
 //   access.cuh, words.cuh     how packs of a row move, by vectors or by words
 //   row_sum.cuh               sums over the threads of a row
 //   forward_layout.h          constants that plans and kernels of forward share
+//   forward_tile.cuh          how forward spreads rows over threads, and their moments
 //   forward_halves.cuh        what a lane does with two packs at once, for rotations
 //   forward_rows.cuh          forward_kernel
 //   forward_post_add_pre.cuh  the same, with a norm and an addition before it

@@ -57,8 +57,9 @@ int threads_with_entries(const ForwardSpec& spec, int elements) {
 bool is_flat(const ForwardSpec& spec, std::int64_t cols, const ForwardGrid& grid, bool few) {
   constexpr std::int64_t kMostCols = 48, kMostOddCols = 256;
   const bool odd = by_words(spec, cols);
-  const bool gains = !few && grid.warps == 1 && (odd || grid.lanes > 2) &&
-                     cols <= (odd ? kMostOddCols : kMostCols);
+  const bool six_vectors = !odd && grid.lanes == 2 && grid.units == 3;  // see grid_of()
+  const bool gains =
+      !few && grid.warps == 1 && !six_vectors && cols <= (odd ? kMostOddCols : kMostCols);
   return (is_short(spec, cols) || gains) && spec.row != DType::kFloat64 && !spec.adds &&
          !spec.dropout && !spec.split && spec.variant == nullptr &&
          size_of(spec.output) == size_of(spec.row);

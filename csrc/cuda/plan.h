@@ -67,7 +67,7 @@ Deal deal_of(const ForwardSpec& spec);
 // Whether rows are not a whole number of units.
 bool by_words(const ForwardSpec& spec, std::int64_t cols);
 
-// The arguments of ForwardTile (forward_rows.cuh), in the same order, and the launch.
+// The arguments of ForwardTile (forward_tile.cuh), in the same order, and the launch.
 struct ForwardPlan {
   int pack;          // elements that a lane takes at a time
   int lanes;         // of a row; 32: as many warps as the row needs

@@ -40,14 +40,15 @@ int lanes_for(std::int64_t units) {
 // 0.90 0.84 at 201528x333 (H100). If one leaves no lane idle, longer rows have two. us with one and
 // two: 101.8 97.4 at 524288x128, 102.5 96.5 at 262144x256, with a residual 145.8 126.2; but 3.2 3.6
 // at 4096x64 (H200). By words: 128 157 at 528416x127; a gated norm's share of add: 0.95 0.90.
-BackwardGrid shared_warp_grid(std::int64_t units, bool odd, bool light) {
+BackwardGrid shared_warp_grid(const BackwardSpec& spec, std::int64_t units, bool odd) {
   for (int lanes = 8; lanes < kWarpSize && !odd; lanes *= 2) {
     if (units > 2 * lanes && units <= 3 * lanes) {
       return {lanes, 3, 1};
     }
   }
   const int lanes = lanes_for(units);
-  const bool two = units < lanes ? units > 4 : light && units >= 16;
+  const bool plain = !odd && (spec.variant == nullptr || spec.variant->shares_entries);
+  const bool two = units < lanes ? units > 4 : plain && units >= 16;
   return two ? BackwardGrid{lanes / 2, 2, 1} : BackwardGrid{lanes, 1, 1};
 }
 
@@ -65,8 +66,7 @@ BackwardGrid best_grid(const BackwardSpec& spec, std::int64_t units, bool odd) {
     return {std::min(lanes_for(units), kWarpSize), 1, static_cast<int>(ceil_div(units, kWarpSize))};
   }
   if (units < 3 * kWarpSize / 2) {
-    const bool light = !odd && (spec.variant == nullptr || spec.variant->shares_entries);
-    return shared_warp_grid(units, odd, light);
+    return shared_warp_grid(spec, units, odd);
   }
   const auto grid = [&](int per_lane, int threads = kMostBackwardThreads) {
     return BackwardGrid{kWarpSize, per_lane,

@@ -177,17 +177,20 @@ ForwardGrid grid_of(const ForwardSpec& spec, std::int64_t cols) {
     return {1, static_cast<int>(ceil_div(cols, odd ? word_pack(spec) : deal_of(spec).unit)), 1};
   }
   const std::int64_t units = ceil_div(cols, odd ? word_pack(spec) : deal_of(spec).unit);
+  if (odd || spec.row == DType::kFloat64) {
+    return best_grid(units, limits_of(spec, odd), odd);
+  }
   // Of eight lanes a quarter would be idle; of 32, five rows of six leave two. H200, LayerNorm,
   // share of copy so and with eight: 0.92 0.83 at 136 columns of bf16, 1.00 0.87 at 144; 0.99 0.85
   // at 68 of float32, 1.02 0.90 at 72. Six rows of five lanes gain less, and lose where a lane has
   // four vectors and a residual: 0.97 0.91 at 160 columns, 0.96 1.01 with a residual.
-  if ((units == 17 || units == 18) && !odd && spec.row != DType::kFloat64) {
+  if (units == 17 || units == 18) {
     return {6, 3, 1};
   }
   // Two lanes leave none idle, four a quarter. H200, bf16, us with four, in forward_flat_kernel,
   // and with two at 1398101x48: LayerNorm 74.4 63.1, RMSNorm 66.0 63.2; but with a residual 125.0
   // 129.1.
-  if (units == 6 && !odd && spec.row != DType::kFloat64) {
+  if (units == 6) {
     return {2, 3, 1};
   }
   return best_grid(units, limits_of(spec, odd), odd);

@@ -126,6 +126,21 @@ def test_memory_decides_about_long_rows(fast_memory, form):
 
 
 @needs_nvrtc
+def test_which_narrow_rows_are_one_span():
+    """Catches narrow rows that leave the kernel for rows in one span, or those that stay in it."""
+    gpu = kernel_plan.Gpu(132, 90, 232448, True)
+    for dtype, size in (("bf16", 2), ("f32", 4)):
+        for cols in range(1, 65):
+            call = kernel_plan.Call("layer_norm", 1 << 20, cols, dtype)
+            _, ((header, _, _),) = call.kernels(gpu)
+            vectors, rest = divmod(cols * size, 16)
+            in_table = not rest and vectors in (4, 8, 16)
+            by_vectors = cols <= 48 and not in_table and vectors != 6
+            is_flat = rest > 0 or by_vectors
+            assert header == f"cuda/forward_{'flat' if is_flat else 'rows'}.cuh", (dtype, cols)
+
+
+@needs_nvrtc
 def test_no_code(capsys):
     """Where nothing can be compiled, the report says why, and what takes the call."""
     output = in_process(next(iter(NEEDS_KERNELS)), FUSED_OP_JIT="0")

@@ -33,7 +33,7 @@ from benchmarks.grids import (
     Case,
     cases_of,
 )
-from benchmarks.measure import reason
+from benchmarks.measure import reason, survived
 from benchmarks.peers import OURS, PEERS, Peer, select
 from benchmarks.run import default_device, default_timer, run_cases, run_eager
 from benchmarks.timing import GraphTimer, HostTimer, Timing
@@ -178,6 +178,19 @@ def test_wrong_values_are_refused() -> None:
     """Catches a peer that is fast because it computes something else."""
     plain = {row["op"]: row for row in tiny_run()["rows"]}["layer_norm"]
     assert "wrong values" in plain["peers"]["wrong"]["failed"]
+
+
+def test_a_lost_gpu_ends_the_run(monkeypatch: Any) -> None:
+    """Catches a peer that is blamed for what the one before it did to the GPU."""
+    import pytest  # which the script above does without
+
+    def synchronize(device: torch.device) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    case, peer = Case("layer_norm", "float32", 3, 8), Peer("broken", "no", _broken)
+    with pytest.raises(RuntimeError, match="the GPU failed in layer_norm float32 3x8 of broken"):
+        survived(ValueError("asked for too much"), case, peer, torch.device("cuda"))
 
 
 def test_host_timer_times_calls() -> None:

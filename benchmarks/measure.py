@@ -133,7 +133,7 @@ def _measure_peer(
         run = peer.load(case.op)
         result["relative_error"] = check_values(case, run, sets[0], weight, bias)
     except Exception as error:  # whatever a peer raises, the others are still measured
-        return result | {"failed": reason(error)}
+        return result | {"failed": survived(error, case, peer, weight.device)}
     for mode in case.modes:
         bytes_per_call = case.limit_bytes(mode)
         mode_sets = sets[: timer.sets_for(bytes_per_call)]
@@ -143,7 +143,7 @@ def _measure_peer(
                 timing = timer(calls, bytes_per_call)
             result[mode] = _figures(timing, bytes_per_call, limits[mode]["us"])
         except Exception as error:
-            result[mode] = {"failed": reason(error)}
+            result[mode] = {"failed": survived(error, case, peer, weight.device)}
         calls = []  # frees the autograd graphs before the next mode allocates
     times = [result.get(mode, {}).get("us") for mode in ("training_forward", "backward")]
     if all(times):
@@ -206,6 +206,20 @@ def _figures(timing: Timing, bytes_per_call: int, limit_us: float) -> dict[str, 
         "tb_per_s": bytes_per_call / timing.us / 1e6,
         "fraction": limit_us / timing.us,
     }
+
+
+def survived(error: Exception, case: Case, peer: Peer, device: torch.device) -> str:
+    """The reason of a failure that the GPU has survived.
+
+    Raises:
+        RuntimeError: it has not, and the next peer would be blamed for what this one did.
+    """
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception:
+        raise RuntimeError(f"the GPU failed in {case.key} of {peer.name}") from error
+    return reason(error)
 
 
 def reason(error: Exception) -> str:

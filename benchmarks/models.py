@@ -49,7 +49,7 @@ from .peers import select
 from .run import default_device, load_rows
 from .timing import eager_us
 
-ROUNDS = 7
+ROUNDS = 13
 CELL_SECONDS = 8.0  # the rounds of all variants in a row; compilation comes on top
 MOST_ITERATIONS = 20
 # Of the loss and of the norm of all gradients, in bf16: those that differ compute something else.

@@ -250,8 +250,10 @@ class Backward {
       const X* const addend = kAdds ? dsum.row(r) : nullptr;
       const RowIn<X, A> in = row_in(x.row(r), dy.row(r), tile.row + r, is_xhat);
       const RowIn<X, A> next{x.row(r + tile.rows), dy.row(r + tile.rows), A(0), A(0)};
+      // Of a long row the next one lies too far ahead.
+      const X* const next_dx = dx + (tile.cols < cols_ ? r : r + tile.rows) * stride;
       write_dx<kLanes, Norm, kAdds>(in, weight, addend, pullback(totals[r], tile.row + r),
-                                    tile.cols, dx + r * stride, next);
+                                    tile.cols, dx + r * stride, next, next_dx);
     }
   }
   __attribute__((noinline)) void write(const Tile& tile, const View<X>& x, const View<X>& dy,

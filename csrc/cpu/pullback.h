@@ -134,16 +134,21 @@ FUSED_OP_CPU_INLINE void dx_pack(const RowIn<X, A>& row, const A* weight, const 
   store_results<kLanes, A>(result, dx + col);
 }
 
-// `next` is where the row lies that is read next. It need not exist.
+// `next` is where the row lies that is read next, and `next_dx` where its dx does. Neither need
+// exist. Doubles wait for both: forward and backward of 4112 x 255 took 1.53 ms without `next_dx`,
+// and 1.34 with it (EPYC, one thread).
 template <int kLanes, typename Norm, bool kAdds, typename X, typename A>
 FUSED_OP_CPU_INLINE void write_dx(const RowIn<X, A>& row, const A* weight, const X* dsum,
                                   const Pullback<Norm, A>& pullback, std::int64_t cols, X* dx,
-                                  const RowIn<X, A>& next) {
+                                  const RowIn<X, A>& next, const X* next_dx) {
   std::int64_t col = 0;
   for (; col + kLanes <= cols; col += kLanes) {
     stay_scalar<kLanes>();
     prefetch_pack<kLanes>(next.x + col);
     prefetch_pack<kLanes>(next.dy + col);
+    if constexpr (sizeof(X) == 8) {
+      prefetch_pack<kLanes, true>(next_dx + col);
+    }
     dx_pack<kLanes, Norm, kAdds>(row, weight, dsum, col, pullback, dx);
   }
   if (col < cols) {

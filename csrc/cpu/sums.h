@@ -153,13 +153,13 @@ void with_types(NormKind kind, DType dtype, std::int64_t cols, Function& functio
   }
 }
 
-// Prefetches what will be read next during the current computation. If rows come from memory, each
-// would otherwise wait for the other. Any address is allowed.
-template <int kLanes, typename E>
+// Prefetches what will be read or written next during the current computation. If rows come from
+// memory, each would otherwise wait for the other. Any address is allowed.
+template <int kLanes, bool kWrites = false, typename E>
 FUSED_OP_CPU_INLINE void prefetch_pack(const E* next) {
   constexpr int kLine = 64 / sizeof(E);
   for (int j = 0; j < kLanes; j += kLine) {
-    __builtin_prefetch(next + j, 0, 2);
+    __builtin_prefetch(next + j, kWrites, 2);
   }
 }
 

@@ -5,7 +5,9 @@ Tensors are checked in ``csrc/checks.cpp``, once for every caller.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
 from typing import Any
 
 import torch
@@ -63,6 +65,16 @@ def as_float(op: str, name: str, value: Any) -> float:
     if not is_number:
         raise TypeError(f"{op}: argument '{name}' must be float, not {type(value).__name__}")
     return float(value)
+
+
+def as_int(op: str, name: str, value: Any) -> Any:
+    """An int, also out of NumPy; a size that only the data decides stays what it is."""
+    if not isinstance(value, (bool, Tensor)):
+        if isinstance(value, (int, torch.SymInt)):
+            return value
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+    raise TypeError(f"{op}: argument '{name}' must be int, not {type(value).__name__}")
 
 
 def check_bools(op: str, **values: Any) -> None:

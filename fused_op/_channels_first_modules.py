@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._arguments import check_bools, check_eps
+from ._arguments import as_int, check_bools, check_eps
 from ._channels_first import (
     check_activation,
     fused_channels_first_layer_norm,
@@ -35,9 +35,7 @@ class ChannelsFirstNorm(nn.Module):
         """See the classes."""
         super().__init__()
         name = type(self).__name__
-        if isinstance(num_channels, bool) or not isinstance(num_channels, (int, torch.SymInt)):
-            found = type(num_channels).__name__
-            raise TypeError(f"{name}: argument 'num_channels' must be int, not {found}")
+        num_channels = as_int(name, "num_channels", num_channels)
         check_eps(name, eps)
         check_bools(name, elementwise_affine=elementwise_affine, bias=bias)
         check_activation(name, activation)

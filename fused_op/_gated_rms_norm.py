@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from . import reference
 from ._arguments import (
     as_float,
+    as_int,
     check_bools,
     check_eps,
     check_parameter,
@@ -93,7 +94,7 @@ def fused_gated_rms_norm(
         return handle_torch_function(fused_gated_rms_norm, tensors, *tensors, eps, **keywords)
     check_tensor(_OP, "input", input)
     check_tensor(_OP, "gate", gate)
-    check_options(_OP, **keywords)
+    group_size = check_options(_OP, **keywords)
     eps = machine_eps(input) if eps is None else as_float(_OP, "eps", eps)
     # None stays None: torch.compile would make code for the number of columns.
     options = eps, group_size, activation, gate_first, zero_centered, rounding
@@ -101,8 +102,10 @@ def fused_gated_rms_norm(
     return output
 
 
-def check_options(op: str, group_size: Any, activation: Any, rounding: Any, **bools: Any) -> None:
-    """Check the arguments that are not tensors."""
+def check_options(
+    op: str, group_size: Any, activation: Any, rounding: Any, **bools: Any
+) -> int | None:
+    """Check the arguments that are not tensors. Returns ``group_size``, as an int."""
     check_bools(op, **bools)
     check_rounding(op, rounding)
     if not isinstance(activation, str):
@@ -110,11 +113,7 @@ def check_options(op: str, group_size: Any, activation: Any, rounding: Any, **bo
         raise TypeError(f"{op}: argument 'activation' must be str, not {found}")
     if activation not in _ACTIVATIONS:
         raise ValueError(f"{op}: activation must be 'silu' or 'sigmoid', got {activation!r}")
-    if group_size is not None and (
-        isinstance(group_size, bool) or not isinstance(group_size, (int, torch.SymInt))
-    ):
-        found = type(group_size).__name__
-        raise TypeError(f"{op}: argument 'group_size' must be int, not {found}")
+    return None if group_size is None else as_int(op, "group_size", group_size)
 
 
 class FusedGatedRMSNorm(nn.Module):
@@ -164,7 +163,7 @@ class FusedGatedRMSNorm(nn.Module):
             "zero_centered": zero_centered,
             "rounding": rounding,
         }
-        check_options(name, **self.options)
+        group_size = self.options["group_size"] = check_options(name, **self.options)
         if eps is not None:
             check_eps(name, eps)
         if group_size is not None and (group_size < 1 or hidden_size % group_size):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ._arguments import as_float, check_eps, check_parameter, check_rows, check_tensor
+from ._arguments import as_float, as_int, check_eps, check_parameter, check_rows, check_tensor
 from ._channels_first import check_activation, in_planes, spread_out
 from ._group_norm_formula import group_norm, like_layout
 from ._ops import register_fake
@@ -79,7 +79,7 @@ def fused_group_norm(
         return handled
     check_tensor(_NAME, "input", input)
     eps = as_float(_NAME, "eps", eps)
-    check_num_groups(_NAME, num_groups)
+    num_groups = as_num_groups(_NAME, num_groups)
     check_activation(_NAME, activation)
     planes = in_planes(input)
     options = num_groups, eps, activation
@@ -128,7 +128,7 @@ class FusedGroupNorm(nn.GroupNorm):
     ) -> None:
         """See the class."""
         name = type(self).__name__
-        check_num_groups(name, num_groups)
+        num_groups = as_num_groups(name, num_groups)
         check_eps(name, eps)
         check_activation(name, activation)
         super().__init__(num_groups, num_channels, eps, affine, device, dtype, **others)
@@ -210,7 +210,7 @@ def _check_tensors(
             f"{list(input.shape)}"
         )
     check_rows(_NAME, "input", input)
-    check_num_groups(_NAME, num_groups)
+    as_num_groups(_NAME, num_groups)
     if input.shape[1] % num_groups != 0:
         raise RuntimeError(
             f"{_NAME}: Expected number of channels in input to be divisible by num_groups, but got "
@@ -232,11 +232,11 @@ def _check_tensors(
             )
 
 
-def check_num_groups(op: str, num_groups: Any) -> None:
-    if isinstance(num_groups, bool) or not isinstance(num_groups, (int, torch.SymInt)):
-        raise TypeError(f"{op}: argument 'num_groups' must be int, not {type(num_groups).__name__}")
-    if num_groups <= 0:
-        raise RuntimeError(f"{op}: Expected num groups to be greater than 0, got {num_groups}")
+def as_num_groups(op: str, num_groups: Any) -> int:
+    count: int = as_int(op, "num_groups", num_groups)
+    if count <= 0:
+        raise RuntimeError(f"{op}: Expected num groups to be greater than 0, got {count}")
+    return count
 
 
 def _check_entry(name: str, entry: Tensor, input: Tensor) -> None:

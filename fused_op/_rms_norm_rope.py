@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import _rope_formula
-from ._arguments import check_tensor
+from ._arguments import as_int, check_tensor
 from ._ops import register_fake
 from ._options import compute_dtype
 from ._rope_checks import OP, QK_OP, check_call, check_qk_call, checked_eps
@@ -122,10 +122,7 @@ def fused_qk_norm_rope(
         keywords |= counts
         return handle_torch_function(fused_qk_norm_rope, tensors, *tensors, eps, **keywords)
     check_tensor(QK_OP, "qkv", qkv)
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int):
-            found = type(count).__name__
-            raise TypeError(f"{QK_OP}: argument '{name}' must be int, not {found}")
+    heads, kv_heads = (as_int(QK_OP, name, count) for name, count in counts.items())
     eps = checked_eps(QK_OP, qkv, cos, sin, eps, **keywords)
     options = eps, heads, kv_heads, style, zero_centered, rounding
     outputs: tuple[Tensor, Tensor, Tensor] = _QK_NORM_ROPE(tensors, options)

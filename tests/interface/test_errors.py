@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 
-import numpy as np  # noqa: F401  # in the calls of the table
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -261,6 +261,29 @@ def test_twin_of_layer_norm_refuses_parameters_like_pytorch():
         with pytest.raises(RuntimeError) as ours:
             fused_op.layer_norm(X, (8,), weight, bias)
         assert str(theirs.value).replace("mixed dtype (CPU)", "mixed dtype") in str(ours.value)
+
+
+def calls_with(int_of):
+    x = torch.arange(48.0).view(2, 6, 4) % 5
+    qkv, angles = x.view(2, 2, 12), torch.ones(2, 2, 2)
+    return {
+        "num_groups": lambda: fused_op.fused_group_norm(x, int_of(3)),
+        "FusedGroupNorm": lambda: fused_op.FusedGroupNorm(int_of(3), 6)(x),
+        "num_channels": lambda: fused_op.FusedChannelsFirstRMSNorm(int_of(6))(x),
+        "group_size": lambda: fused_op.fused_gated_rms_norm(x, x, group_size=int_of(2)),
+        "FusedGatedRMSNorm": lambda: fused_op.FusedGatedRMSNorm(4, group_size=int_of(2))(x, x),
+        "heads": lambda: fused_op.fused_qk_norm_rope(
+            qkv, angles, angles, heads=int_of(1), kv_heads=int_of(1)
+        )[0],
+    }
+
+
+@pytest.mark.parametrize("name", calls_with(int))
+def test_numbers_of_numpy_are_numbers(name):
+    """Catches a size out of an array that is refused, or kept as what it is."""
+    assert torch.equal(calls_with(np.int64)[name](), calls_with(int)[name]())
+    with pytest.raises(TypeError, match="must be int, not ndarray"):
+        calls_with(lambda value: np.array([value] * 2))[name]()
 
 
 def import_error(setup: str) -> str:

@@ -25,22 +25,6 @@ void check_param_dtype(const char* op, const char* name, at::ScalarType dtype) {
               name, " of ", dtype);
 }
 
-// The residual and the sum may be wider than a 16-bit input.
-void check_residual_kind(const char* op, const at::Tensor& residual, const at::Tensor& input,
-                         OptionalDtype sum_dtype) {
-  const auto or_float = [](at::ScalarType dtype) {
-    return c10::elementSize(dtype) == 2 ? ", or Float" : "";
-  };
-  check_rows(op, "residual", residual);
-  TORCH_CHECK(is_supported_pair(input.scalar_type(), residual.scalar_type()), op,
-              ": residual must have the dtype of input, ", input.scalar_type(),
-              or_float(input.scalar_type()), ", got ", residual.scalar_type());
-  TORCH_CHECK(!sum_dtype || is_supported_pair(residual.scalar_type(), *sum_dtype), op,
-              ": residual_dtype must be the dtype of residual, ", residual.scalar_type(),
-              or_float(residual.scalar_type()), ", got ", *sum_dtype);
-  check_device(op, "residual", residual, input);
-}
-
 void check_bias_allowed(const char* op, NormKind norm, bool has_bias) {
   TORCH_CHECK(norm == NormKind::kLayerNorm || !has_bias, op,
               ": rms_norm has no bias, so it must be None");
@@ -83,6 +67,21 @@ void check_grad_sum(const char* op, const at::Tensor& grad_sum, const at::Tensor
 }
 
 }  // namespace
+
+void check_residual_kind(const char* op, const at::Tensor& residual, const at::Tensor& input,
+                         OptionalDtype sum_dtype) {
+  const auto or_float = [](at::ScalarType dtype) {
+    return c10::elementSize(dtype) == 2 ? ", or Float" : "";
+  };
+  check_rows(op, "residual", residual);
+  TORCH_CHECK(is_supported_pair(input.scalar_type(), residual.scalar_type()), op,
+              ": residual must have the dtype of input, ", input.scalar_type(),
+              or_float(input.scalar_type()), ", got ", residual.scalar_type());
+  TORCH_CHECK(!sum_dtype || is_supported_pair(residual.scalar_type(), *sum_dtype), op,
+              ": residual_dtype must be the dtype of residual, ", residual.scalar_type(),
+              or_float(residual.scalar_type()), ", got ", *sum_dtype);
+  check_device(op, "residual", residual, input);
+}
 
 NormKind parse_norm(std::string_view norm) {
   TORCH_CHECK_VALUE(norm == "layer_norm" || norm == "rms_norm",

@@ -48,6 +48,9 @@ void check_dense(const char* op, const char* name, const at::Tensor& tensor);
 // is on the device of the input, or has a given shape; that `stats` belongs to x; and last, that it
 // has memory, at an address that a GPU can read.
 void check_rows(const char* op, const char* name, const at::Tensor& tensor);
+// The residual, and the sum if its dtype is given, may be wider than a 16-bit input.
+void check_residual_kind(const char* op, const at::Tensor& residual, const at::Tensor& input,
+                         OptionalDtype sum_dtype);
 void check_param_kind(const char* op, const char* name, const OptionalTensor& param,
                       const at::Tensor& input);
 void check_device(const char* op, const char* name, const at::Tensor& tensor,

@@ -63,7 +63,7 @@ void run_on_cpu(const ModulatedPullback& of, const ModulatedGrads& grads) {
   }
   if (call.gate != nullptr) {
     args.branch = const_rows(*branch, made.shape);
-    args.grad_branch = {pointer(grads.input), args.dtype};
+    args.grad_branch = {pointer(grads.input), to_dtype(call.input.scalar_type())};
     args.grad_gate = {pointer(grads.gate), args.modulation.gate.dtype};
   }
   const ModulatedVariant variant(args);

@@ -50,6 +50,11 @@ std::int64_t check_entries(const char* op, const char* name, const at::Tensor& e
   return rows;
 }
 
+// That of the rows that are normalised.
+at::ScalarType row_dtype(const ModulatedCall& call) {
+  return (call.gate != nullptr ? *call.residual : call.input).scalar_type();
+}
+
 // Checks everything but memory. Returns how many rows share an entry.
 std::int64_t check_tensors(const ModulatedCall& call) {
   const auto& [op, norm, input, scale, shift, weight, bias, residual, gate] = call;
@@ -65,12 +70,8 @@ std::int64_t check_tensors(const ModulatedCall& call) {
     check_same("shift", *shift);
   }
   if (gate != nullptr) {
-    check_rows(op, "residual", *residual);
-    check_device(op, "residual", *residual, input);
+    check_residual_kind(op, *residual, input, std::nullopt);
     check_same_shape(op, "residual", *residual, input);
-    TORCH_CHECK(residual->scalar_type() == input.scalar_type(), op,
-                ": residual must have the dtype of input, ", input.scalar_type(), ", got ",
-                residual->scalar_type());
     check_same("gate", *gate);
   }
   const auto check_param = [&](const char* name, const OptionalTensor& param) {
@@ -167,9 +168,9 @@ ModulatedResults forward(const ModulatedCall& call, double eps, bool save_stats)
   const std::int64_t rows_each = check_tensors(call);
   const at::Tensor& input = call.input;
   const Shape shape(input, 1);
-  const at::ScalarType dtype = input.scalar_type();
+  const at::ScalarType dtype = row_dtype(call);
   const at::Device device = input.device();
-  ModulatedResults results{backend::empty(input.sizes(), dtype, device), {}, {}};
+  ModulatedResults results{backend::empty(input.sizes(), input.scalar_type(), device), {}, {}};
   if (call.gate != nullptr) {
     results.sum = backend::empty(input.sizes(), dtype, device);
   }
@@ -203,7 +204,7 @@ ModulatedResults forward(const ModulatedCall& call, double eps, bool save_stats)
   }
   args.weight = const_pointer(*parameters.weight);
   args.bias = const_pointer(*parameters.bias);
-  args.output = {pointer(results.output), args.dtype};
+  args.output = {pointer(results.output), to_dtype(input.scalar_type())};
   args.stats = pointer(results.stats);
   args.eps = eps;
   args.modulation = modulation.made;
@@ -222,34 +223,34 @@ ModulatedGrads backward(const ModulatedCall& call, const at::Tensor& grad_output
                         const at::Tensor& stats, const ModulatedWanted& wanted) {
   const auto& [op, norm, input, scale, shift, weight, bias, residual, gate] = call;
   const std::int64_t rows_each = check_tensors(call);
-  const auto check = [&](const char* name, const at::Tensor& rows) {
+  const auto check = [&](const char* name, const at::Tensor& rows, const at::Tensor& like) {
     check_rows(op, name, rows);
     check_device(op, name, rows, input);
     check_same_shape(op, name, rows, input);
-    TORCH_CHECK(rows.scalar_type() == input.scalar_type(), op, ": ", name,
-                " must have the dtype of input, ", input.scalar_type(), ", got ",
-                rows.scalar_type());
+    TORCH_CHECK(rows.scalar_type() == like.scalar_type(), op, ": ", name,
+                " must have the dtype of ", &like == residual ? "residual, " : "input, ",
+                like.scalar_type(), ", got ", rows.scalar_type());
     if (rows.numel() > 0) {
       check_memory(op, name, rows);
     }
   };
-  check("grad_output", grad_output);
-  check("sum", x);
+  const at::Tensor& row = gate != nullptr ? *residual : input;
+  check("grad_output", grad_output, input);
+  check("sum", x, row);
   if (grad_sum) {
-    check("grad_sum", *grad_sum);
+    check("grad_sum", *grad_sum, row);
   }
   const Shape shape(input, 1);
   check_stats(op, stats, norm, input, shape.rows);
   const auto empty = [&](bool is_wanted, at::IntArrayRef sizes, at::ScalarType dtype) {
     return is_wanted ? backend::empty(sizes, dtype, input.device()) : at::Tensor();
   };
-  const at::ScalarType dtype = input.scalar_type();
   const at::ScalarType params = param_dtype_of(call);
   ModulatedGrads grads;
-  grads.input = empty(wanted.input, input.sizes(), dtype);
+  grads.input = empty(wanted.input, input.sizes(), input.scalar_type());
   // The gradients of the gate are computed from the gradient of the residual.
   grads.residual = empty(gate != nullptr && (wanted.residual || wanted.input || wanted.gate),
-                         input.sizes(), dtype);
+                         input.sizes(), row_dtype(call));
   if (wanted.gate) {
     grads.gate = empty(true, gate->sizes(), gate->scalar_type());
   }
@@ -340,7 +341,7 @@ gated_add_norm_backward(const OptionalTensor& grad_output, const OptionalTensor&
   const NormKind kind = checked_norm(norm, bias);
   auto grads =
       backward({gated_name(kind), kind, input, scale, shift, weight, bias, &residual, &gate},
-               grad_output ? *grad_output : at::zeros_like(sum), grad_sum, sum, stats,
+               grad_output ? *grad_output : at::zeros_like(input), grad_sum, sum, stats,
                {wanted[0], wanted[1], wanted[2], wanted[3], wanted[4], wanted[5], wanted[6]});
   return {grads.input, grads.residual, grads.gate, grads.scale,
           grads.shift, grads.weight,   grads.bias};

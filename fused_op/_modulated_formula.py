@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ._norm_formula import Affine, cast, contiguous, normalize
@@ -16,8 +17,9 @@ def modulated(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float | None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The formula of the modulated norms."""
+    """The formula of the modulated norms. ``dtype``: of the result, if it is not that of input."""
     compute = compute_dtype(input)
     affine = Affine(
         None if weight is None else cast(weight, compute),
@@ -28,7 +30,7 @@ def modulated(
     x = x * (cast(beside(scale, input), compute) + 1.0)
     if shift is not None:
         x = x + cast(beside(shift, input), compute)
-    return contiguous(cast(x, input.dtype))
+    return contiguous(cast(x, dtype or input.dtype))
 
 
 def gated_sum(input: Tensor, residual: Tensor, gate: Tensor) -> Tensor:

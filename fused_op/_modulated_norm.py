@@ -14,11 +14,18 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ._arguments import as_float, check_eps, check_parameter, check_rows, check_tensor
+from ._arguments import (
+    as_float,
+    check_eps,
+    check_parameter,
+    check_residual,
+    check_rows,
+    check_tensor,
+)
 from ._modulated_formula import gated_sum, modulated
 from ._ops import register_fake
 from ._options import Norm, compute_dtype, machine_eps
-from ._sizes import differ, holds
+from ._sizes import holds
 from ._variant import Variant
 
 
@@ -103,7 +110,7 @@ def fused_gated_add_layer_norm(
 
     Args:
         input: the output of a branch, as in :func:`fused_op.fused_modulated_layer_norm`.
-        residual: shape, dtype and device of ``input``.
+        residual: shape and device of ``input``; its dtype, or float32 beside a 16-bit ``input``.
         gate: like ``scale``, with entries for the same rows.
         scale: as in :func:`fused_op.fused_modulated_layer_norm`.
         shift: as there.
@@ -112,8 +119,9 @@ def fused_gated_add_layer_norm(
         eps: as there.
 
     Returns:
-        ``(output, residual)``, both like ``input`` and contiguous. The sum is computed in float32
-        (float64 for float64) and rounded once. The norm is that of the rounded sum.
+        ``(output, residual)``, contiguous: ``output`` like ``input``, and the sum in the dtype of
+        ``residual``. The sum is computed in float32 (float64 for float64) and rounded once. The
+        norm is that of the rounded sum.
 
     Raises:
         RuntimeError, TypeError, ValueError: as in :func:`fused_op.fused_modulated_layer_norm`.
@@ -196,7 +204,7 @@ def _gated_formula(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     sum = gated_sum(input, residual, gate)
-    return modulated(norm, sum, scale, shift, weight, bias, eps), sum
+    return modulated(norm, sum, scale, shift, weight, bias, eps, input.dtype), sum
 
 
 def _check_modulated(
@@ -232,16 +240,7 @@ def _check_gated(
 ) -> None:
     op = f"fused_gated_add_{norm}"
     _check_modulated(input, scale, shift, weight, bias, norm, eps, op)
-    check_rows(op, "residual", residual)
-    if differ(residual.shape, input.shape):
-        raise RuntimeError(
-            f"{op}: residual must have the shape of input, {list(input.shape)}, "
-            f"got {list(residual.shape)}"
-        )
-    if residual.dtype != input.dtype:
-        raise RuntimeError(
-            f"{op}: residual must have the dtype of input, {input.dtype}, got {residual.dtype}"
-        )
+    check_residual(op, residual, input, None)
     rows = _check_entries(op, "scale", scale, input)
     _check_same_entries(op, "gate", gate, input, scale, rows)
 
@@ -297,7 +296,7 @@ def _fake_gated_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     _check_gated(input, residual, gate, scale, shift, weight, bias, norm, eps)
     stats = _empty_stats(input, norm) if save_stats else input.new_empty(0)
-    return input.new_empty(input.shape), input.new_empty(input.shape), stats
+    return input.new_empty(input.shape), residual.new_empty(input.shape), stats
 
 
 def _empty_grads(tensors: Any, wanted: list[bool]) -> tuple[Tensor, ...]:
@@ -322,7 +321,7 @@ def _fake_gated_backward(
     tensors = input, residual, gate, scale, shift, weight, bias
     made = list(_empty_grads(tensors, wanted))
     if wanted[0] or wanted[2]:  # which are computed from it
-        made[1] = input.new_empty(input.shape)
+        made[1] = residual.new_empty(input.shape)
     return tuple(made)
 
 

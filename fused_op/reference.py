@@ -272,7 +272,7 @@ def fused_gated_add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Twin of :func:`fused_op.fused_gated_add_layer_norm`."""
     sum = gated_sum(input, residual, gate)
-    return modulated("layer_norm", sum, scale, shift, weight, bias, eps), sum
+    return modulated("layer_norm", sum, scale, shift, weight, bias, eps, input.dtype), sum
 
 
 def fused_gated_add_rms_norm(
@@ -286,7 +286,7 @@ def fused_gated_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Twin of :func:`fused_op.fused_gated_add_rms_norm`."""
     sum = gated_sum(input, residual, gate)
-    return modulated("rms_norm", sum, scale, shift, weight, None, eps), sum
+    return modulated("rms_norm", sum, scale, shift, weight, None, eps, input.dtype), sum
 
 
 def fused_rms_norm_add(

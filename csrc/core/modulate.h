@@ -17,25 +17,25 @@ namespace fused_op {
 
 // The row is residual + gate · input, rounded to X and stored as the next residual. The statistics
 // are those of the stored sum, as in AddResidual.
-template <typename X, typename G>
+template <typename I, typename X, typename G>
 struct GatedResidual {
   using Row = X;
-  using Input = X;
+  using Input = I;
 
   template <int N, int kVectors>
   struct Loaded {
-    Pack<X, N> input[kVectors];
+    Pack<I, N> input[kVectors];
     Pack<X, N> residual[kVectors];
     Pack<G, N> gate[kVectors];
   };
 
-  const X* input;
+  const I* input;
   const X* residual;
   const G* gate;
   X* sum;
 
   FUSED_OP_HD GatedResidual(const ModulatedForwardArgs& args, std::int64_t row)
-      : input(first_of<X, false>(args.input, row)),
+      : input(first_of<I, false>(args.input, row)),
         residual(first_of<X, false>(args.residual, row)),
         gate(first_of<G, true>(args.modulation.gate, row)),
         sum(static_cast<X*>(args.sum) + row * args.cols) {}

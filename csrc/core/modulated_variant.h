@@ -12,6 +12,7 @@ struct ModulatedVariant : Variant {
   bool forward;
   bool shared;       // entries are parameters: see core/modulate.h
   DType parameters;  // of the kernel's parameters
+  DType branch;  // of rows but the normalised ones: input and output, or the gradient that arrives
   DType entry;
   DType gate;
   bool has_shift;
@@ -23,6 +24,7 @@ struct ModulatedVariant : Variant {
   explicit ModulatedVariant(const ModulatedForwardArgs& args)
       : ModulatedVariant(args, args.modulation, reads_as_parameters(args.modulation)) {
     forward = true;
+    branch = args.output.dtype;
     gated = args.sum != nullptr;
     (shared ? parameters_of_row[0] : beside) = args.modulation.scale;
     (shared ? parameters_of_row[1] : more_beside[0]) = args.modulation.shift;
@@ -33,6 +35,7 @@ struct ModulatedVariant : Variant {
   }
   explicit ModulatedVariant(const ModulatedBackwardArgs& args)
       : ModulatedVariant(args, args.modulation, args.groups > 0) {
+    branch = args.grad_output.dtype;
     has_shift = false;
     if (!shared) {
       beside = args.modulation.scale;
@@ -50,15 +53,15 @@ struct ModulatedVariant : Variant {
   }
 
   Types types() const override {
-    const std::string x = type(row), p = type(parameters), z = type(entry);
+    const std::string x = type(row), y = type(branch), p = type(parameters), z = type(entry);
     const std::string plain = "fused_op::Plain" + joined({x, flag(false)});
     if (!forward && shared) {
       return {sum_arrives ? "fused_op::AddResidual" + joined({x, x, x, flag(false)}) : plain,
-              "fused_op::ModulatedEntries" + joined({p, x, z, flag(has_weight), flag(gated)})};
+              "fused_op::ModulatedEntries" + joined({p, y, z, flag(has_weight), flag(gated)})};
     }
     const std::string options =
-        joined({p, x, z, flag(has_shift), flag(shared ? has_weight : has_bias)});
-    return {gated ? "fused_op::GatedResidual" + joined({x, type(gate)}) : plain,
+        joined({p, y, z, flag(has_shift), flag(shared ? has_weight : has_bias)});
+    return {gated ? "fused_op::GatedResidual" + joined({y, x, type(gate)}) : plain,
             (shared ? "fused_op::ModulatedByEntry" : "fused_op::Modulated") + options};
   }
 
@@ -74,6 +77,7 @@ struct ModulatedVariant : Variant {
         forward(false),
         shared(shares),
         parameters(args.param_dtype),
+        branch(args.dtype),
         entry(modulation.scale.dtype),
         gate(modulation.gate.dtype),
         has_shift(modulation.shift.data != nullptr),

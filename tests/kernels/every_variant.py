@@ -70,7 +70,8 @@ def _run_variant(variant: Variant, options: dict, shape: tuple[int, ...], pair: 
 
 
 def _run_modulated(function: Callable, shape: tuple, entries: tuple, pair: Pair) -> None:
-    given = arguments(function, shape, entries, pair.rows, params=pair.params, device="cuda")
+    others = {"params": pair.params, "residual": pair.params}
+    given = arguments(function, shape, entries, pair.rows, device="cuda", **others)
     _backward(function(*(given[name].requires_grad_() for name in given)))
 
 

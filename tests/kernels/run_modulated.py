@@ -69,10 +69,11 @@ def forward(
     """output, sum, stats."""
     rows, cols = input.shape
     output = empty(rows, cols, dtype=input.dtype)
-    sum = None if residual is None else empty(rows, cols, dtype=input.dtype)
+    row = input if residual is None else residual
+    sum = None if residual is None else empty(rows, cols, dtype=row.dtype)
     stats = empty(2 if norm == "layer_norm" else 1, rows, dtype=wide(input.dtype))
     args = ForwardArgs(
-        kind=KINDS[norm], dtype=code_of(input.dtype), rows=rows, cols=cols,
+        kind=KINDS[norm], dtype=code_of(row.dtype), rows=rows, cols=cols,
         param_dtype=code_of(input.dtype if weight is None else weight.dtype),
         input=rows_of(input), residual=rows_of(residual), weight=pointer(weight),
         bias=pointer(bias), output=Rows(output.data_ptr(), code_of(output.dtype)),

@@ -35,6 +35,7 @@ class Call:
     weight: bool = False
     bias: bool = False
     gated: bool = False
+    residual: torch.dtype | None = None  # that of the input unless said
     first: int = 0  # element of the projection that scale begins at
     sms: int = 132
     shares: bool = False  # entries of one row are computed as those of several
@@ -64,6 +65,10 @@ CALLS = [
     Call(3, 9, 128, gated=True),
     Call(3, 9, 128, "rms_norm", of_entries=F32, gated=True),
     Call(9, 1, 128, shift=False, gated=True),
+    Call(3, 9, 128, gated=True, residual=F32),
+    Call(4, 90, 64, "rms_norm", F16, of_entries=F32, gated=True, residual=F32, sms=8),
+    Call(9, 1, 40, "rms_norm", weight=True, gated=True, residual=F32),
+    Call(2, 7, 3072, gated=True, residual=F32),
     Call(3, 5, 1152),
     Call(2, 3, 3072),
     Call(2, 3, 5120, of_entries=F32),
@@ -105,7 +110,7 @@ def draw(call: Call) -> Tensors:
         Entries(chunks[0], shift, gate, call.each, call.shares),
         made(cols) if call.weight else None,
         made(cols) if call.bias else None,
-        made(rows, cols) if call.gated else None,
+        made(rows, cols, dtype=call.residual or call.dtype) if call.gated else None,
         made(rows, cols),
     )
 
@@ -174,6 +179,8 @@ FORWARD = [
     Call(3, 7, 160, first=1),  # entries that begin in the middle of a word
     Call(3, 7, 160, first=2),  # and at a word, but not at a pack
     Call(3, 7, 34, "rms_norm", F16, first=1, weight=True, gated=True),
+    Call(3, 7, 33, weight=True, bias=True, gated=True, residual=F32),
+    Call(2, 3, 17001, gated=True, residual=F32),
     Call(40, 8, 1000, sms=2),
     Call(2, 9, 1152, weight=True, bias=True, sms=1),
 ]
@@ -201,7 +208,7 @@ def test_backward_of_the_gated_residual(call: Call) -> None:
     """What arrives at the sum, and the gradients of what the gate multiplied and of the gate."""
     of = draw(call)
     g = generator("cpu", "what arrives", str(call))
-    arriving = empty(*of.input.shape, dtype=call.dtype)
+    arriving = empty(*of.input.shape, dtype=of.residual.dtype)
     arriving.copy_(torch.randn(of.input.shape, generator=g))
     gpu = Gpu(call.sms)
     _, sum, stats = forward(gpu, call.norm, *of[:5])
@@ -210,7 +217,7 @@ def test_backward_of_the_gated_residual(call: Call) -> None:
         gpu, norm, sum, of.entries, of.grad_output, stats, grad_sum=arriving
     ).x  # fmt: skip
     right = truth(call, of, sum).sums.x + arriving.double()
-    assert (dr.double() - right).abs().max() <= BOUNDS[call.dtype] * right.abs().max()
+    assert (dr.double() - right).abs().max() <= BOUNDS[dr.dtype] * right.abs().max()
 
     gate = of.entries.gate
     found = backward(

@@ -48,14 +48,16 @@ def draw(*shape, dtype=F32, device="cpu", what=""):
     return torch.randn(shape, generator=g, device=device).to(dtype)
 
 
-def arguments(function, shape, entries, rows=F32, of_entries=None, params=None, device="cpu"):
+def arguments(
+    function, shape, entries, rows=F32, of_entries=None, params=None, device="cpu", residual=None
+):
     """All of them, in call order."""
     names = ["input", "scale", "shift", "weight"]
     if "gated" in function.__name__:
         names[1:1] = ["residual", "gate"]
     if "layer" in function.__name__:
         names.append("bias")
-    kinds = {"input": (shape, rows), "residual": (shape, rows)}
+    kinds = {"input": (shape, rows), "residual": (shape, residual or rows)}
     kinds |= dict.fromkeys(("weight", "bias"), (shape[-1:], params or rows))
     other = (entries, of_entries or rows)
     sizes = {name: kinds.get(name, other) for name in names}
@@ -81,7 +83,8 @@ def check(function, inputs, grads):
     wide = {n: t.double() for n, t in inputs.items()}
     truth = run(twin(function), wide, [g.double() for g in grads])
     for name, t in found.items():
-        of = inputs[name.removeprefix("grad_")] if name.startswith("grad_") else inputs["input"]
+        like = {"output": "input", "sum": "residual"}
+        of = inputs[like.get(name, name.removeprefix("grad_"))]
         assert (t.dtype, t.shape) == (of.dtype, of.shape), name
         error = (t.double() - truth[name]).abs().max() if t.numel() else 0
         largest = truth[name].abs().max() if t.numel() else 0
@@ -124,6 +127,20 @@ def test_any_dtypes_together(function, rows, entries, params, device):
     for of in ((2, 48), shape):
         inputs = arguments(function, shape, of, rows, entries, params, device)
         check(function, inputs, [draw(*shape, dtype=rows, device=device, what=i) for i in (0, 1)])
+
+
+@pytest.mark.parametrize("rows", [F16, BF16])
+@pytest.mark.parametrize("function", FUNCTIONS[2:], ids=lambda f: f.__name__)
+def test_a_residual_of_float32_beside_16_bits(function, rows, device):
+    """As under autocast, where the residual stream stays in float32."""
+    for shape, entries in SHAPES.items():
+        for of in entries:
+            for params in (F32, rows):
+                inputs = arguments(function, shape, of, rows, params, params, device, F32)
+                grads = [
+                    draw(*shape, dtype=t, device=device, what=i) for i, t in enumerate((rows, F32))
+                ]
+                check(function, inputs, grads)
 
 
 def test_shift_of_another_dtype(device):
@@ -272,9 +289,12 @@ def test_one_of_two_outputs(used, device):
             assert_same(mine, torch.zeros_like(mine) if right is None else right)
 
 
-def test_gated_ops(device):
+@pytest.mark.parametrize("rows", [F32, BF16])
+def test_gated_ops(rows, device):
     for entries in ((2, 8), (2, 5, 8)):
-        inputs = arguments(fused_gated_add_layer_norm, (2, 5, 8), entries, device=device)
+        inputs = arguments(
+            fused_gated_add_layer_norm, (2, 5, 8), entries, rows, device=device, residual=F32
+        )
         leaves = {n: t.requires_grad_() for n, t in inputs.items()}
         ops = [f"fused_op.gated_add_norm_{way}.default" for way in ("forward", "backward")]
         with Seen(*ops) as seen:
@@ -285,11 +305,14 @@ def test_gated_ops(device):
             opcheck(func, detached)
 
 
+@pytest.mark.parametrize("rows", [F32, BF16])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_gated_compiles(dynamic, device):
+def test_gated_compiles(dynamic, rows, device):
     torch._dynamo.reset()
     graphs = Graphs()
-    inputs = arguments(fused_gated_add_rms_norm, (2, 5, 8), (2, 8), device=device)
+    inputs = arguments(
+        fused_gated_add_rms_norm, (2, 5, 8), (2, 8), rows, device=device, residual=F32
+    )
     leaves = [t.requires_grad_() for t in inputs.values()]
     compiled = torch.compile(
         fused_gated_add_rms_norm, fullgraph=True, dynamic=dynamic, backend=graphs
@@ -340,7 +363,8 @@ def test_entries_that_are_refused(scale, sentence):
 
 CALL_ERRORS = [
     (RuntimeError, "residual must have the shape of input", (X, X[:1], S, S)),
-    (RuntimeError, "residual must have the dtype of input", (X, X.half(), S, S)),
+    (RuntimeError, "residual must have the dtype of input, .*, got", (X, X.half(), S, S)),
+    (RuntimeError, "residual must .*, or .*, got", (X.half(), X.bfloat16(), S, S)),
     (RuntimeError, "gate must have entries for the same rows as scale", (X, X, S[0], S)),
     (RuntimeError, "shift must have entries for the same rows as scale", (X, X, S, S, S[0])),
     (RuntimeError, "Expected weight to be of same shape", (X, X, S, S, S, S)),

@@ -33,7 +33,7 @@ from benchmarks.grids import (
     Case,
     cases_of,
 )
-from benchmarks.measure import reason, survived
+from benchmarks.measure import failure, reason
 from benchmarks.peers import OURS, PEERS, Peer, select
 from benchmarks.run import default_device, default_timer, run_cases, run_eager
 from benchmarks.timing import GraphTimer, HostTimer, Timing
@@ -190,7 +190,7 @@ def test_a_lost_gpu_ends_the_run(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     case, peer = Case("layer_norm", "float32", 3, 8), Peer("broken", "no", _broken)
     with pytest.raises(RuntimeError, match="the GPU failed in layer_norm float32 3x8 of broken"):
-        survived(ValueError("asked for too much"), case, peer, torch.device("cuda"))
+        failure(ValueError("asked for too much"), case, peer, torch.device("cuda"))
 
 
 def test_host_timer_times_calls() -> None:

@@ -96,7 +96,7 @@ def time_steps(
 ) -> dict[str, Timing]:
     """Time the variants in turns, so that all see the same clocks; the median round counts.
 
-    Each round goes the other way, since clocks drift. One iteration a round has no warm-up.
+    Every other round runs in reverse, since clocks drift. A single iteration has no warm-up.
     """
     taken: dict[str, list[float]] = {name: [] for name in steps}
     warmups = min(iterations - 1, 1)

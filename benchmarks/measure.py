@@ -133,7 +133,7 @@ def _measure_peer(
         run = peer.load(case.op)
         result["relative_error"] = check_values(case, run, sets[0], weight, bias)
     except Exception as error:  # whatever a peer raises, the others are still measured
-        return result | {"failed": survived(error, case, peer, weight.device)}
+        return result | {"failed": failure(error, case, peer, weight.device)}
     for mode in case.modes:
         bytes_per_call = case.limit_bytes(mode)
         mode_sets = sets[: timer.sets_for(bytes_per_call)]
@@ -143,7 +143,7 @@ def _measure_peer(
                 timing = timer(calls, bytes_per_call)
             result[mode] = _figures(timing, bytes_per_call, limits[mode]["us"])
         except Exception as error:
-            result[mode] = {"failed": survived(error, case, peer, weight.device)}
+            result[mode] = {"failed": failure(error, case, peer, weight.device)}
         calls = []  # frees the autograd graphs before the next mode allocates
     times = [result.get(mode, {}).get("us") for mode in ("training_forward", "backward")]
     if all(times):
@@ -208,11 +208,11 @@ def _figures(timing: Timing, bytes_per_call: int, limit_us: float) -> dict[str, 
     }
 
 
-def survived(error: Exception, case: Case, peer: Peer, device: torch.device) -> str:
-    """The reason of a failure that the GPU has survived.
+def failure(error: Exception, case: Case, peer: Peer, device: torch.device) -> str:
+    """Why a peer failed.
 
     Raises:
-        RuntimeError: it has not, and the next peer would be blamed for what this one did.
+        RuntimeError: the GPU failed with it, for which the next peer would be blamed.
     """
     try:
         if device.type == "cuda":

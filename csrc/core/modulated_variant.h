@@ -12,7 +12,7 @@ struct ModulatedVariant : Variant {
   bool forward;
   bool shared;       // entries are parameters: see core/modulate.h
   DType parameters;  // of the kernel's parameters
-  DType branch;  // of rows but the normalised ones: input and output, or the gradient that arrives
+  DType branch;      // of the rows beside the normalised ones: input and output, or their gradient
   DType entry;
   DType gate;
   bool has_shift;
@@ -22,9 +22,8 @@ struct ModulatedVariant : Variant {
   bool sum_arrives = false;
 
   explicit ModulatedVariant(const ModulatedForwardArgs& args)
-      : ModulatedVariant(args, args.modulation, reads_as_parameters(args.modulation)) {
+      : ModulatedVariant(args, args.output.dtype, reads_as_parameters(args.modulation)) {
     forward = true;
-    branch = args.output.dtype;
     gated = args.sum != nullptr;
     (shared ? parameters_of_row[0] : beside) = args.modulation.scale;
     (shared ? parameters_of_row[1] : more_beside[0]) = args.modulation.shift;
@@ -34,8 +33,7 @@ struct ModulatedVariant : Variant {
     add_options();
   }
   explicit ModulatedVariant(const ModulatedBackwardArgs& args)
-      : ModulatedVariant(args, args.modulation, args.groups > 0) {
-    branch = args.grad_output.dtype;
+      : ModulatedVariant(args, args.grad_output.dtype, args.groups > 0) {
     has_shift = false;
     if (!shared) {
       beside = args.modulation.scale;
@@ -72,15 +70,15 @@ struct ModulatedVariant : Variant {
   }
 
   template <typename Args>
-  ModulatedVariant(const Args& args, const Modulation& modulation, bool shares)
+  ModulatedVariant(const Args& args, DType of_branch, bool shares)
       : Variant(VariantId::kModulated, "core/modulate.h"),
         forward(false),
         shared(shares),
         parameters(args.param_dtype),
-        branch(args.dtype),
-        entry(modulation.scale.dtype),
-        gate(modulation.gate.dtype),
-        has_shift(modulation.shift.data != nullptr),
+        branch(of_branch),
+        entry(args.modulation.scale.dtype),
+        gate(args.modulation.gate.dtype),
+        has_shift(args.modulation.shift.data != nullptr),
         has_weight(args.weight != nullptr || args.bias != nullptr),
         has_bias(args.bias != nullptr),
         gated(false) {

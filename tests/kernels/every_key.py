@@ -149,10 +149,12 @@ def modulated(gpu: Gpu) -> int:
             rows, table = empty(4, cols, dtype=pair.rows), empty(4 // each, cols, dtype=entry)
             weight = empty(cols, dtype=pair.params) if own else None
             entries = run_modulated.Entries(table, table, table if gates else None, each)
-            more = rows if gates else None
-            _, _, stats = run_modulated.forward(gpu, norm, rows, entries, weight, residual=more)
-            run_modulated.backward(gpu, norm, rows, entries, rows, stats, weight, grad_sum=more)
-            asked += 1
+            sums = [empty(4, cols, dtype=dtype) for dtype in {pair.rows, pair.params}]
+            for more in sums if gates else [None]:
+                x = rows if more is None else more
+                _, _, stats = run_modulated.forward(gpu, norm, rows, entries, weight, residual=more)
+                run_modulated.backward(gpu, norm, x, entries, rows, stats, weight, grad_sum=more)
+                asked += 1
     return asked
 
 

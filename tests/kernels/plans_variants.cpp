@@ -26,18 +26,21 @@ ForwardPlan plan_of(const ForwardSpec& spec, std::int64_t cols) {
 }
 
 // Rows that share entries, and the same rows with an entry each, have the same bits.
-void check_modulated(DType row, DType entry, bool gated, bool weight, std::int64_t cols) {
+// `branch`: of the rows beside the normalised ones.
+void check_modulated(DType row, DType branch, DType entry, bool gated, bool weight,
+                     std::int64_t cols) {
   const auto args_of = [&](std::int64_t rows_each) {
     ModulatedForwardArgs args;
     args.kind = NormKind::kLayerNorm;
-    args.dtype = args.param_dtype = args.output.dtype = row;
-    args.input = rows_of(row, cols);
+    args.dtype = args.param_dtype = row;
+    args.output.dtype = branch;
+    args.input = rows_of(branch, cols);
     args.weight = weight ? args.input.data : nullptr;
     const auto of_entries = [&](DType dtype) {
       return entries(args.input.data, dtype, cols, rows_each, kRows);
     };
     if (gated) {
-      args.residual = args.input;
+      args.residual = rows_of(row, cols);
       args.sum = reinterpret_cast<void*>(4096);
       args.modulation.gate = of_entries(row);
     }
@@ -59,10 +62,12 @@ void check_modulated(DType row, DType entry, bool gated, bool weight, std::int64
   if (rule != nullptr) report(rule, kernel_name(shared_spec, plan), kRows, cols, {});
 }
 
-void check_modulated_backward(DType row, DType entry, bool weight, std::int64_t cols) {
+void check_modulated_backward(DType row, DType branch, DType entry, bool weight,
+                              std::int64_t cols) {
   ModulatedBackwardArgs args;
   args.kind = NormKind::kLayerNorm;
-  args.dtype = args.param_dtype = args.grad_output.dtype = row;
+  args.dtype = args.param_dtype = row;
+  args.grad_output = rows_of(branch, cols);
   args.grad_input.dtype = args.grad_residual.dtype = row;
   args.x = rows_of(row, cols);
   args.weight = weight ? args.x.data : nullptr;
@@ -123,10 +128,15 @@ void walk_variants() {
       if ((row == DType::kFloat64) != (beside == DType::kFloat64)) continue;
       for (std::int64_t cols = 1; cols <= 16384 * 2 / size_of(row); cols += cols < 1100 ? 1 : 37) {
         for (const bool option : {false, true}) {
-          check_modulated(row, beside, option, cols % 3 == 0, cols);
+          check_modulated(row, row, beside, option, cols % 3 == 0, cols);
           check_gated(row, beside, option, cols);
         }
-        check_modulated_backward(row, beside, cols % 3 == 0, cols);
+        check_modulated_backward(row, row, beside, cols % 3 == 0, cols);
+        if (row == DType::kFloat32 && size_of(beside) == 2) {
+          check_modulated(row, beside, beside, true, cols % 3 == 0, cols);
+          check_modulated_backward(row, beside, beside, cols % 3 == 0, cols);
+          check_modulated_backward(beside, row, beside, false, cols);  // of the gate
+        }
         if (cols <= 1024) check_rope(row, beside, cols);
       }
     }

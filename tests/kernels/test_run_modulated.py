@@ -65,10 +65,6 @@ CALLS = [
     Call(3, 9, 128, gated=True),
     Call(3, 9, 128, "rms_norm", of_entries=F32, gated=True),
     Call(9, 1, 128, shift=False, gated=True),
-    Call(3, 9, 128, gated=True, residual=F32),
-    Call(4, 90, 64, "rms_norm", F16, of_entries=F32, gated=True, residual=F32, sms=8),
-    Call(9, 1, 40, "rms_norm", weight=True, gated=True, residual=F32),
-    Call(2, 7, 3072, gated=True, residual=F32),
     Call(3, 5, 1152),
     Call(2, 3, 3072),
     Call(2, 3, 5120, of_entries=F32),
@@ -83,6 +79,10 @@ CALLS = [
     Call(2, 1, 9001, "rms_norm", F32, weight=True),
     Call(7, 1, 128, shares=True),
     Call(3, 1, 96, "rms_norm", F16, of_entries=F32, weight=True, shares=True),
+    Call(3, 9, 128, gated=True, residual=F32),
+    Call(4, 90, 64, "rms_norm", F16, of_entries=F32, gated=True, residual=F32, sms=8),
+    Call(9, 1, 40, "rms_norm", weight=True, gated=True, residual=F32),
+    Call(2, 7, 3072, gated=True, residual=F32),
 ]
 
 

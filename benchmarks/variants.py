@@ -38,7 +38,7 @@ from .measure import measure_limit, reason
 from .report import environment, write_json
 from .timing import GraphTimer, Timer, tensors_in
 
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+F32, BF16, FP8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 SAMPLES = 8
 GROUPS = 8  # of a gated norm with groups
 SHAPES = ((1048576, 128), (131072, 1024), (32768, 4096), (16384, 8192))
@@ -57,6 +57,7 @@ class Variant:
     shapes: tuple[tuple[int, int], ...] = SHAPES
     weight_cols: int = 0  # 0: those of the input
     entries: int = 0  # chunks of a projection, a row for each of SAMPLES
+    residual: torch.dtype = BF16  # of the second of the rows
 
 
 def _fla_gated(activation: str, x: Tensor, gate: Tensor, weight: Tensor) -> Any:
@@ -244,6 +245,14 @@ VARIANTS = (
         },
         rows=2, weights=0, forward_bytes=8, backward_bytes=12, entries=3,
     ),
+    Variant(
+        "gated_add_layer_norm, float32 residual",
+        {
+            "fused_op": fused_gated_add_layer_norm,
+            "torch.compile": _compiled(reference.fused_gated_add_layer_norm),
+        },
+        rows=2, weights=0, forward_bytes=12, backward_bytes=18, entries=3, residual=F32,
+    ),
     _channels_first(
         "channels_first_layer_norm",
         SAMPLES, ((802816, 96), (200704, 192), (50176, 384), (12544, 768)),
@@ -296,6 +305,7 @@ def measure(
     sizes = variant.forward_bytes, variant.backward_bytes
     forward, backward = (round(rows * cols * size) for size in sizes)
     row: dict[str, Any] = {"variant": variant.name, "rows": rows, "cols": cols, "peers": {}}
+    dtypes = (BF16, variant.residual)[: variant.rows]
     with timer.context():
         count = variant.weight_cols or cols
         weights = [torch.rand(count, device=device).to(BF16) for _ in range(variant.weights)]
@@ -303,9 +313,7 @@ def measure(
         projection = torch.randn(SAMPLES, 6 * cols, device=device).to(BF16)
         entries = list(projection.chunk(6, -1)[: variant.entries])
         sets = [
-            [torch.randn(shape, device=device).to(BF16) for _ in range(variant.rows)]
-            + entries
-            + weights
+            [torch.randn(shape, device=device).to(dtype) for dtype in dtypes] + entries + weights
             for _ in range(timer.sets_for(forward))
         ]
         for who, function in variant.functions.items():

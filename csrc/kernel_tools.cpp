@@ -123,7 +123,6 @@ py::tuple plan(bool backward, bool centred, std::int64_t rows, std::int64_t cols
   device.shared_bytes = shared_bytes;
   device.arch = arch;
   device.fast_memory = fast_memory;
-  device.sm_90 = arch >= 90;
   device.max_cluster = cuda::max_cluster_of(arch);
   const cuda::CallPlan found = cuda::plan_call(call, device);
   py::dict integers;

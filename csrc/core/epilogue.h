@@ -43,6 +43,12 @@ template <int N, typename A>
 struct ParameterSums {
   A weight[N];
   A bias[N];
+
+  FUSED_OP_HD void clear() {
+    for (int j = 0; j < N; ++j) {
+      weight[j] = bias[j] = 0;
+    }
+  }
 };
 
 // Tells the normalizer of a row to an epilogue that has to know it.
@@ -195,7 +201,7 @@ struct Affine {
         const A smallest = copysign(static_cast<A>(kSmallestWeight), weight[j]);
         const bool small = fabs(weight[j]) < static_cast<A>(kSmallestWeight);
         values[j] = (Norm::kHasBias ? values[j] - bias[j] : values[j]) *
-                    inverse(small ? smallest : weight[j]);
+                    reciprocal(small ? smallest : weight[j]);
       }
     }
   };

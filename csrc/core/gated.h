@@ -70,7 +70,7 @@ FUSED_OP_HD Activation<A> activation(A z) {
   }
 #endif
   const A e = exp(z < A(0) ? z : -z);
-  const A larger = inverse(A(1) + e);  // the larger of σ(z) and σ(-z); neither overflows
+  const A larger = reciprocal(A(1) + e);  // the larger of σ(z) and σ(-z); neither overflows
   const A smaller = e * larger;
   const bool negative = z < A(0);
   return activation<kSigmoid>(z, negative ? smaller : larger, negative ? larger : smaller);

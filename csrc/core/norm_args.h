@@ -83,6 +83,8 @@ struct NormBackwardArgs {
   void* workspace = nullptr;     // norm_backward_workspace(args) bytes
   Dropout dropout;               // as in forward; applied to the input if drops_input
   bool drops_input = false;
+
+  bool wants_sums() const { return grad_weight != nullptr || grad_bias != nullptr; }
 };
 
 // The number of parameter gradients: the weight's, and the bias's if the norm can have one.

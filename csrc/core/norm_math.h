@@ -67,7 +67,7 @@ FUSED_OP_HD A multiply_add(A a, A b, A c) {
 // 1 / value for a normal value, exact or off by one unit in the last place. On the GPU it takes
 // three instructions; the compiler's division of floats takes twenty and a call.
 template <typename A>
-FUSED_OP_HD A inverse(A value) {
+FUSED_OP_HD A reciprocal(A value) {
 #ifdef __CUDA_ARCH__
   if constexpr (sizeof(A) == 4) {
     float estimate;

@@ -1,9 +1,7 @@
-// A pack: a few neighbouring elements of a row, as they lie in memory. This file has the reads and
-// writes of packs and their conversion to and from accumulators for the CPU; for the GPU, these are
-// in cuda/access.cuh and core/convert.h. Torch-free.
+// A pack: a few neighbouring elements of a row, as they lie in memory. They are read
+// and written by cuda/access.cuh and converted by core/convert.h. Torch-free.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -55,64 +53,6 @@ FUSED_OP_HD Pack<T, N> as_pack(const T (&values)[N]) {
   Pack<T, N> pack;
   memcpy(pack.words, values, sizeof(pack.words));
   return pack;
-}
-
-// Reads and writes packs at any address. A pack begins at column `col` of a row of `width` columns.
-// Elements past the end of the row are read as `absent` and not written.
-struct ByteAccess {
-  template <int N, typename T>
-  FUSED_OP_HD static Pack<T, N> load(const T* row, std::int64_t col, std::int64_t width,
-                                     float absent = 0) {
-    if (col + N <= width) {
-      Pack<T, N> pack;
-      memcpy(pack.words, row + col, sizeof(pack.words));
-      return pack;
-    }
-    T values[N];
-    for (int j = 0; j < N; ++j) {
-      values[j] = static_cast<T>(absent);
-      if (col + j < width) {
-        memcpy(&values[j], row + col + j, sizeof(T));
-      }
-    }
-    return as_pack(values);
-  }
-
-  // Parameters that may be null, which means `absent` everywhere.
-  template <int N, typename T>
-  FUSED_OP_HD static Pack<T, N> load_or(const T* row, std::int64_t col, std::int64_t width,
-                                        float absent) {
-    return load<N>(row, col, row != nullptr ? width : 0, absent);
-  }
-
-  template <typename T, int N>
-  FUSED_OP_HD static void store(T* row, std::int64_t col, std::int64_t width,
-                                const Pack<T, N>& pack) {
-    if (col < width) {
-      const std::int64_t valid = width - col < N ? width - col : N;
-      memcpy(row + col, pack.words, static_cast<std::size_t>(valid) * sizeof(T));
-    }
-  }
-};
-
-// Elements to accumulators, exactly.
-template <typename T, int N>
-FUSED_OP_HD void unpack(const Pack<T, N>& pack, Accumulator<T> (&values)[N]) {
-  T elements[N];
-  memcpy(elements, pack.words, sizeof(pack.words));
-  for (int j = 0; j < N; ++j) {
-    values[j] = static_cast<Accumulator<T>>(elements[j]);
-  }
-}
-
-// Accumulators to elements. This rounds, once.
-template <typename T, int N>
-FUSED_OP_HD Pack<T, N> pack_from(const Accumulator<T> (&values)[N]) {
-  T elements[N];
-  for (int j = 0; j < N; ++j) {
-    elements[j] = static_cast<T>(values[j]);
-  }
-  return as_pack(elements);
 }
 
 }  // namespace fused_op

@@ -32,7 +32,7 @@ class Backward {
         cols_(call.cols),
         drops_output_(call.dropout.active && !call.drops_input),
         wants_dx_(call.grad_input.data != nullptr || call.grad_residual.data != nullptr),
-        wants_grads_(call.grad_weight != nullptr || call.grad_bias != nullptr),
+        wants_grads_(call.wants_sums()),
         sums_bias_(wants_grads_ && call.kind == NormKind::kBiasedRmsNorm),
         is_direct_(call.grad_input.data != nullptr && call.grad_input.dtype == kDTypeOf<X> &&
                    !call.drops_input && call.grad_residual.data == nullptr),

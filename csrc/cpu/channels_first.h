@@ -162,9 +162,7 @@ template <typename Norm, int kLanes, typename A>
 class ChannelsFirstBackward {
  public:
   explicit ChannelsFirstBackward(const ChannelsFirstBackwardArgs& call)
-      : args_(call),
-        parameters_(call),
-        sums_parameters_(call.grad_weight != nullptr || call.grad_bias != nullptr) {}
+      : args_(call), parameters_(call), sums_parameters_(call.wants_sums()) {}
 
   void run(std::int64_t first_chunk, std::int64_t last_chunk, std::int64_t chunks) {
     const std::int64_t samples = args_.rows / args_.pixels;

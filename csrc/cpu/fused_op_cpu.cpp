@@ -118,7 +118,7 @@ namespace {
 
 BackwardWork work_of(const NormBackwardArgs& args, std::int64_t rows, std::int64_t cols,
                      std::int64_t chunks) {
-  const bool sums = args.grad_weight != nullptr || args.grad_bias != nullptr;
+  const bool sums = args.wants_sums();
   return {.chunks = chunks,
           .cols = sums ? cols : 0,
           .chunk_sums = sums ? grads_of(args.kind) * cols : 0,

@@ -143,7 +143,7 @@ class ModulatedBackward {
         chunks_(chunks),
         entries_(args.rows / args.modulation.rows_each),
         wants_gate_(args.grad_gate.data != nullptr),
-        wants_params_(args.grad_weight != nullptr || args.grad_bias != nullptr),
+        wants_params_(args.wants_sums()),
         wants_norm_(wants_params_ || args.grad_scale.data != nullptr ||
                     args.grad_shift.data != nullptr) {}
 

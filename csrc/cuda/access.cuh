@@ -11,6 +11,19 @@
 
 namespace fused_op::cuda {
 
+// How many threads any SM of the architecture holds.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kMostSmThreads = 1024;
+#else
+constexpr int kMostSmThreads = 1536;
+#endif
+
+// For __launch_bounds__: as many CTAs as an SM of the architecture has threads for, up to `most`.
+// ptxas would ignore a larger number.
+constexpr int ctas_with_room(int most, int threads) {
+  return most * threads <= kMostSmThreads ? most : kMostSmThreads / threads;
+}
+
 // The packs of one lane: pack i begins kStep_ columns after pack i - 1. In every lane, the first
 // kSure_ lie inside the row; only the others need a bounds check.
 template <int kLanes_, int kStep_, int kSure_, bool kKeep_>
@@ -111,6 +124,31 @@ __device__ __forceinline__ void clear(Pack<T, N>& pack) {
 #pragma unroll
   for (int k = 0; k < static_cast<int>(sizeof(pack) / 4); ++k) {
     pack.words[k] = 0;
+  }
+}
+
+// One value, from memory if `wanted`, else 0.
+template <typename A, typename T>
+__device__ __forceinline__ A load_value(bool wanted, const T* from) {
+  Pack<T, 1> pack;
+  clear(pack);
+  load_bytes_if<sizeof(T), false>(wanted, from, pack.words);
+  A value[1];
+  to_values(pack, value);
+  return value[0];
+}
+template <typename T, typename A>
+__device__ __forceinline__ void store_value(T* to, A value) {
+  const A values[1] = {value};
+  store_bytes<sizeof(T)>(to, rounded<T>(values).words);
+}
+// Stores a gradient of type W, or adds it to what is there, which is f32.
+template <typename W, typename Index, typename A>
+__device__ __forceinline__ void store_gradient(void* gradients, Index i, A value, bool add) {
+  if (add) {
+    static_cast<float*>(gradients)[i] += static_cast<float>(value);
+  } else {
+    store_value(static_cast<W*>(gradients) + i, value);
   }
 }
 

@@ -63,16 +63,12 @@ __global__ void __launch_bounds__(kPartialsLanes* kPartialsRows, 4)
   __syncthreads();
   const int thread = static_cast<int>(threadIdx.y * kPartialsLanes + threadIdx.x);
   if (thread < kPartialsCols<A> && first_col + thread < cols) {
-    A total[1] = {0};
+    A total = 0;
 #pragma unroll
     for (int i = 0; i < kPartialsRows; ++i) {
-      total[0] += sums[i][thread];
+      total += sums[i][thread];
     }
-    if (targets.add) {
-      static_cast<float*>(target)[first_col + thread] += static_cast<float>(total[0]);
-    } else {
-      store_bytes<sizeof(W)>(static_cast<W*>(target) + first_col + thread, rounded<W>(total).words);
-    }
+    store_gradient<W>(target, first_col + thread, total, targets.add);
   }
 }
 

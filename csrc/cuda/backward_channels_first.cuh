@@ -27,9 +27,9 @@ struct TileParameters {
 #pragma unroll 1
       for (std::int64_t channel = threadIdx.x; channel < slots; channel += Op::kThreads) {
         const bool exists = channel < args.cols;
-        keep(kept + channel, given.weight(channel, exists));
+        store_value(kept + channel, given.weight(channel, exists));
         if constexpr (Op::kSilu) {
-          keep(kept + slots + channel, given.bias(channel, exists));
+          store_value(kept + slots + channel, given.bias(channel, exists));
         }
       }
     }
@@ -46,10 +46,6 @@ struct TileParameters {
   }
 
  private:
-  __device__ __forceinline__ static void keep(W* place, A value) {
-    const A values[1] = {value};
-    store_bytes<sizeof(W)>(place, rounded<W>(values).words);
-  }
   __device__ __forceinline__ static A of_kept(const W* place) {
     Pack<W, 1> pack;
     if constexpr (sizeof(W) == 2) {
@@ -206,12 +202,12 @@ __global__ void __launch_bounds__(Op::kThreads, Op::kCtasPerSm)
                                    const __grid_constant__ ChannelsFirstBackwardSteps steps,
                                    typename Op::A* partials) {
   using A = typename Op::A;
-  extern __shared__ __align__(128) unsigned char shared[];
+  extern __shared__ __align__(128) unsigned char tiles[];
   const PixelThread<Op> thread;
   await_kernels_before();
-  StagedTile<Op> tile(args, steps, shared);
+  StagedTile<Op> tile(args, steps, tiles);
   tile.copy_ahead();
-  A* const exchanged = reinterpret_cast<A*>(shared + steps.stages * 2 * steps.some * Op::kRowBytes);
+  A* const exchanged = reinterpret_cast<A*>(tiles + steps.stages * 2 * steps.some * Op::kRowBytes);
   A* const sums = exchanged + exchanged_values(Op::kTile, Op::kWarps);
   const PixelExchange<Op> exchange(exchanged, thread);
   const std::int64_t stride = partials_stride(args.cols);

@@ -49,11 +49,7 @@ class ClusterRows {
     for (int i = 0; i < kPieceUnits; ++i) {
       parameters_.put(
           i, Op::Epilogue::template load<Norm, Vectors, N>(args_, 0, col(i), inside(i) ? N : 0));
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        totals_[i].weight[j] = 0;
-        totals_[i].bias[j] = 0;
-      }
+      totals_[i].clear();
     }
   }
 

@@ -225,11 +225,7 @@ class UnitColumns {
     for (int i = 0; i < kVectors; ++i) {
       parameters_[i] = Op::Epilogue::template load<Norm, Access, N>(args_, 0, lane_.col(i),
                                                                     lane_.template valid<N>(i));
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        totals_[i].weight[j] = 0;
-        totals_[i].bias[j] = 0;
-      }
+      totals_[i].clear();
     }
   }
 

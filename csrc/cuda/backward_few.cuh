@@ -142,11 +142,7 @@ class Slab {
       } else {
         clear(parameters_[i].weight);  // is never read
       }
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        totals_[i].weight[j] = 0;
-        totals_[i].bias[j] = 0;
-      }
+      totals_[i].clear();
     }
   }
 
@@ -201,15 +197,11 @@ class Slab {
       const int col = first_col_ + at % kCols;
       void* const target = grad == 0 ? args_.grad_weight : args_.grad_bias;
       if (target != nullptr && col < lane_.width) {
-        A total[1] = {0};
+        A total = 0;
         for (int warp = 0; warp < threads_ / kWarpSize; ++warp) {
-          total[0] += sums[warp][grad][at % kCols];
+          total += sums[warp][grad][at % kCols];
         }
-        if (args_.add_grads) {
-          static_cast<float*>(target)[col] += static_cast<float>(total[0]);
-        } else {
-          store_bytes<sizeof(W)>(static_cast<W*>(target) + col, rounded<W>(total).words);
-        }
+        store_gradient<W>(target, col, total, args_.add_grads);
       }
     }
   }

@@ -10,7 +10,7 @@ namespace fused_op::cuda {
 
 // Σ dn and Σ dn·x̂ over some pixels of a channel.
 template <typename A>
-struct ChannelSums {
+struct PlaneSums {
   A dn;
   A dn_xhat;
 };
@@ -18,8 +18,7 @@ struct ChannelSums {
 // The sums over lanes whose numbers differ in some bits: from that of `largest` down to that of
 // `smallest`.
 template <typename A>
-__device__ __forceinline__ ChannelSums<A> sum_of_lanes(ChannelSums<A> sums, int largest,
-                                                       int smallest) {
+__device__ __forceinline__ PlaneSums<A> sum_of_lanes(PlaneSums<A> sums, int largest, int smallest) {
   for (int offset = largest; offset >= smallest; offset /= 2) {
     sums.dn += __shfl_xor_sync(kAllLanes, sums.dn, offset);
     sums.dn_xhat += __shfl_xor_sync(kAllLanes, sums.dn_xhat, offset);
@@ -63,11 +62,11 @@ struct GroupBackward {
 
   // Stores the sums of a plane, which its lanes share.
   __device__ __forceinline__ void leave(int plane, bool has_plane, int turn,
-                                        ChannelSums<A> sums) const {
+                                        PlaneSums<A> sums) const {
     sums = sum_of_lanes(sums, steps.lanes / 2, 1);
     if (has_plane && SlotLane<Op>::lane() % steps.lanes == 0) {
       const std::int64_t channel = place.sample * args.channels + place.channel + plane;
-      static_cast<ChannelSums<A>*>(args.workspace)[channel * steps.slots_of_plane + turn] = sums;
+      static_cast<PlaneSums<A>*>(args.workspace)[channel * steps.slots_of_plane + turn] = sums;
     }
   }
 
@@ -96,12 +95,12 @@ struct GroupBackward {
     mine.planes([&](const PlanePart& part) {
       const bool has_plane = part.plane < mine.slot.first_plane + mine.slot.planes;
       const ChannelMap<A> map = has_plane ? maps.at(part.plane) : ChannelMap<A>{};
-      ChannelSums<A> of_plane{};
+      PlaneSums<A> of_plane{};
       packs_of_plane(true, input.of_slot(k), mine, part,
                      [&](const Packs& x_pack, const Packs& dy_pack, int) {
                        A xhat[N], dn[N];
                        take(x_pack, dy_pack, map, xhat, dn);
-                       ChannelSums<A> of_pack{};
+                       PlaneSums<A> of_pack{};
 #pragma unroll
                        for (int j = 0; j < N; ++j) {
                          of_pack.dn += dn[j];
@@ -211,13 +210,13 @@ __global__ void __launch_bounds__(kGroupSumsThreads)
   const ChannelArgs& given = args.channel;
   const int at_once = kGroupSumsThreads / lanes;
   await_kernels_before();
-  ChannelSums<A> totals{};
+  PlaneSums<A> totals{};
   for (std::int64_t first = 0; first < args.samples; first += at_once) {
     const std::int64_t sample = first + thread / lanes;
     const bool live = sample < args.samples;
     const std::int64_t entry = sample * args.channels + channel;
-    const auto* const parts = static_cast<const ChannelSums<A>*>(args.workspace) + entry * slices;
-    ChannelSums<A> sums{};
+    const auto* const parts = static_cast<const PlaneSums<A>*>(args.workspace) + entry * slices;
+    PlaneSums<A> sums{};
     for (int slice = thread % lanes; live && slice < slices; slice += lanes) {
       sums.dn += parts[slice].dn;
       sums.dn_xhat += parts[slice].dn_xhat;
@@ -237,7 +236,7 @@ __global__ void __launch_bounds__(kGroupSumsThreads)
       }
     }
   }
-  __shared__ ChannelSums<A> of_warps[kGroupSumsThreads / kWarpSize];
+  __shared__ PlaneSums<A> of_warps[kGroupSumsThreads / kWarpSize];
   totals = sum_of_lanes(totals, kWarpSize / 2, lanes);
   if (thread % kWarpSize == 0) {
     of_warps[thread / kWarpSize] = totals;

@@ -358,11 +358,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   typename Backward::Sums totals[Tile::kVectors];
 #pragma unroll
   for (int i = 0; i < Tile::kVectors; ++i) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      totals[i].weight[j] = 0;
-      totals[i].bias[j] = 0;
-    }
+    totals[i].clear();
   }
   __shared__ WarpParts<typename Op::A, Tile> parts;
   const auto take = [&]<typename Warp>() {

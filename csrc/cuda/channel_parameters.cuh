@@ -30,15 +30,7 @@ struct ChannelParameters {
 
   __device__ __forceinline__ static A read(const W* from, std::int64_t channel, bool exists,
                                            A absent) {
-    if (from == nullptr) {
-      return absent;
-    }
-    Pack<W, 1> pack;
-    clear(pack);
-    load_bytes_if<sizeof(W), false>(exists, from + channel, pack.words);
-    A values[1];
-    to_values(pack, values);
-    return values[0];
+    return from == nullptr ? absent : load_value<A>(exists, from + channel);
   }
   __device__ __forceinline__ A weight(std::int64_t channel, bool exists = true) const {
     return read(weights, channel, exists, A(1));

@@ -105,8 +105,7 @@ class ColumnSums {
 #pragma unroll
           for (int j = 0; j < kFour; ++j) {
             if (target != nullptr && col + j < width) {
-              const A value[1] = {sums[j]};
-              store_bytes<sizeof(W)>(static_cast<W*>(target) + col + j, rounded<W>(value).words);
+              store_value(static_cast<W*>(target) + col + j, sums[j]);
             }
           }
         }
@@ -143,9 +142,7 @@ class ColumnSums {
           if (partials != nullptr) {
             partials[row + first + col + j] = sums[j];
           } else if (target != nullptr) {
-            const A value[1] = {sums[j]};
-            store_bytes<sizeof(W)>(static_cast<W*>(target) + first + col + j,
-                                   rounded<W>(value).words);
+            store_value(static_cast<W*>(target) + first + col + j, sums[j]);
           }
         }
       }

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <mutex>
 #include <string_view>
+#include <type_traits>
 
 namespace fused_op::cuda {
 namespace {
@@ -47,17 +48,12 @@ struct Nvrtc {
   std::string why_not = {};  // a clause; empty if all functions were found
 };
 
-template <typename Function>
-void resolve(void* library, const char* name, Function& function, std::string& why_not) {
-  function = reinterpret_cast<Function>(dlsym(library, name));
-  if (function == nullptr) {
-    why_not = std::string("NVRTC has no function ") + name;
-  }
-}
-
 void resolve_all(void* library, Nvrtc& nvrtc) {
   const auto get = [&](const char* name, auto& function) {
-    resolve(library, name, function, nvrtc.why_not);
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
+    if (function == nullptr) {
+      nvrtc.why_not = std::string("NVRTC has no function ") + name;
+    }
   };
   get("nvrtcVersion", nvrtc.version);
   get("nvrtcGetErrorString", nvrtc.error_string);
@@ -195,7 +191,7 @@ void check(const Nvrtc& nvrtc, int result, const char* what) {
   }
 }
 
-// "sm_90", or "compute_90" if this GPU is newer than any that NVRTC knows.
+// "sm_90", or "compute_90" if NVRTC does not know this GPU and 9.0 is the newest before it.
 std::string target_of(const Nvrtc& nvrtc, int arch) {
   int count = 0;
   check(nvrtc, nvrtc.supported_arch_count(&count), "list its targets");

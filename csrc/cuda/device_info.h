@@ -10,7 +10,6 @@ struct DeviceInfo {
   int index;
   int multiprocessors;
   int shared_bytes;         // the most that a CTA may opt in to
-  bool sm_90;               // or newer: clusters, programmatic dependent launch
   int max_cluster;          // CTAs of a cluster; 0 before sm_90
   int arch = 0;             // ten times the compute capability: 90 for 9.0
   bool fast_memory = true;  // many bytes a second for each multiprocessor: kFastMemory

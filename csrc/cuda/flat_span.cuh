@@ -24,7 +24,7 @@ struct FlatTile {
   // memory. us of 4194304 rows that way and so: 14.6 11.6 with 2 columns, 24.1 18.2 with 4 (H200,
   // bf16, LayerNorm).
   static constexpr int kVectorRows = kVectorRows_;
-  static constexpr int kCtasPerSm = kCtasPerSm_;
+  static constexpr int kCtasPerSm = ctas_with_room(kCtasPerSm_, kFlatThreads);
   static constexpr int kCols = kCols_;
   static constexpr int kOwnLanes = kLanes / kThreads;  // of a thread
   static constexpr int kStep = kLanes * kPack;

@@ -96,7 +96,7 @@ struct HeldPacks {
 
   __device__ __forceinline__ Pack<Row, N> operator[](int i) const {
     Pack<Row, N> pack;
-    load_shared(first + i * kWarpSize * kVectorBytes, pack.words);
+    load_shared_bytes<kVectorBytes>(first + i * kWarpSize * kVectorBytes, pack.words);
     return pack;
   }
 };

@@ -56,7 +56,7 @@ struct QuantizedRow {
     return most;
   }
   __device__ __forceinline__ void store_all(const Scale& scale) const {
-    const Scaler scaler = scaler_of<As>(scale);
+    const Scaler scaler = scaler_of(scale);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       store(i, scaler);
@@ -81,7 +81,7 @@ struct QuantizedRow {
     if (place.live && mine < kBlocks && first < lane.width) {
       store_scale(to, place.row, first / kBlockCols, scale);
     }
-    const Scaler own = scaler_of<As>(scale);
+    const Scaler own = scaler_of(scale);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const auto of_block = [&](float value) {

@@ -9,14 +9,6 @@
 
 namespace fused_op::cuda {
 
-// How many threads any SM of the architecture holds. ptxas refuses __launch_bounds__ that exceed
-// it.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr int kMostSmThreads = 1024;
-#else
-constexpr int kMostSmThreads = 1536;
-#endif
-
 // How a row is spread over threads. It has kLanes lanes, or as many whole warps as it needs. A warp
 // has kLanes · kVectors neighbouring packs of kPack elements; each lane has every kLanes-th of
 // them.
@@ -29,8 +21,7 @@ struct ForwardTile {
   static constexpr int kAhead = kAhead_;  // packs of parameters in flight
   static constexpr bool kFew = kFew_;     // all rows are on the GPU at once: latency counts
   static constexpr int kThreads = kThreads_;
-  static constexpr int kCtasPerSm =
-      kCtasPerSm_ * kThreads <= kMostSmThreads ? kCtasPerSm_ : kMostSmThreads / kThreads;
+  static constexpr int kCtasPerSm = ctas_with_room(kCtasPerSm_, kThreads);
   static constexpr int kWidth = kWidth_;  // columns; 0: known at run time
   static constexpr bool kFull = kFull_;   // then no lane has a pack past the end of a row
 

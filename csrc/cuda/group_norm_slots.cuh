@@ -220,12 +220,7 @@ template <typename A>
 __device__ __forceinline__ A read_parameter(const void* data, DType dtype, std::int64_t i,
                                             float absent) {
   const auto as = [&]<typename T>(T) {
-    A value[1];
-    Pack<T, 1> pack;
-    clear(pack);
-    load_bytes_if<sizeof(T), false>(true, static_cast<const T*>(data) + i, pack.words);
-    to_values(pack, value);
-    return value[0];
+    return load_value<A>(true, static_cast<const T*>(data) + i);
   };
   if (data == nullptr) {
     return static_cast<A>(absent);
@@ -240,10 +235,7 @@ __device__ __forceinline__ A read_parameter(const void* data, DType dtype, std::
 }
 template <typename A>
 __device__ __forceinline__ void write_parameter(void* data, DType dtype, std::int64_t i, A value) {
-  const auto as = [&]<typename T>(T) {
-    const A values[1] = {value};
-    store_bytes<sizeof(T)>(static_cast<T*>(data) + i, rounded<T>(values).words);
-  };
+  const auto as = [&]<typename T>(T) { store_value(static_cast<T*>(data) + i, value); };
   if (data == nullptr) {
     return;
   }

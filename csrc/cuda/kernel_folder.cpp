@@ -93,7 +93,8 @@ std::string random_suffix() {
 
 FolderLock::~FolderLock() {
   if (file_ >= 0) {
-    // Removed first, so that nobody locks a file that is about to go.
+    // Whoever has opened the file before can still lock it, and another one a new file of the name.
+    // Both then compile the kernel, and the second one's file replaces the first one's.
     ::unlinkat(folder_, name_.c_str(), 0);
     ::flock(file_, LOCK_UN);  // close() would leave the lock to a child forked in the meantime
     ::close(file_);

@@ -33,7 +33,6 @@ class FolderLock {
   FolderLock& operator=(const FolderLock&) = delete;
   ~FolderLock();
 
-  bool is_held() const { return state_ == State::kHeld; }
   bool is_taken() const { return state_ == State::kTaken; }  // another process holds it now
 
  private:

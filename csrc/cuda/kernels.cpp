@@ -95,6 +95,17 @@ Kernel::Facts facts_of(const Driver& driver, CUkernel kernel, const DeviceInfo& 
           get(CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)};
 }
 
+// Sets an attribute of a kernel, once on each device. False if the device refuses it.
+bool set_once(OnceOnDevice& once, const Kernel& kernel, CUfunction_attribute attribute, int value,
+              const DeviceInfo& device) {
+  const Driver& driver = cuda_driver();
+  if (!once.done(device) && driver.set_attribute(attribute, value, handle_of(kernel),
+                                                 handle_of(driver, device)) == CUDA_SUCCESS) {
+    once.set(device);
+  }
+  return once.done(device);
+}
+
 // Loads a kernel of the core table. Sets `kernel`, or returns the problem: the extension may have
 // been compiled for other GPUs.
 Failure load_built_in(const Driver& driver, const void* built_in, const DeviceInfo& device,
@@ -229,27 +240,13 @@ const Kernel* find_missing_kernel(const KernelKey& key, const DeviceInfo& device
 }
 
 bool Kernel::opt_in_to_shared(const DeviceInfo& device) const {
-  const Driver& driver = cuda_driver();
-  const CUresult result = driver.set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                                               device.shared_bytes - facts_.shared_bytes,
-                                               handle_of(*this), handle_of(driver, device));
-  if (result == CUDA_SUCCESS) {
-    shared_.set(device);
-  }
-  return result == CUDA_SUCCESS;
+  return set_once(shared_, *this, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                  device.shared_bytes - facts_.shared_bytes, device);
 }
 
 bool Kernel::allow_large_clusters(const DeviceInfo& device) const {
-  if (large_clusters_.done(device)) {
-    return true;
-  }
-  const Driver& driver = cuda_driver();
-  const CUresult result = driver.set_attribute(CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED,
-                                               1, handle_of(*this), handle_of(driver, device));
-  if (result == CUDA_SUCCESS) {
-    large_clusters_.set(device);
-  }
-  return result == CUDA_SUCCESS;
+  return set_once(large_clusters_, *this, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1,
+                  device);
 }
 
 int Kernel::active_clusters(int threads, int dynamic_bytes, int cluster,

@@ -74,8 +74,8 @@ class Kernel {
   // them.
   bool allow_large_clusters(const DeviceInfo& device) const;
   // How many clusters the device runs at once, to be called after the two functions above; 0 if
-  // none. The driver is asked once for each cluster size, because with each of them a kernel uses
-  // only one number of threads and of bytes.
+  // none. The driver is asked once for each cluster size. A kernel uses one number of threads with
+  // each of them, and numbers of bytes with which an SM has room for as many CTAs.
   int active_clusters(int threads, int dynamic_bytes, int cluster, const DeviceInfo& device) const;
 
   // For find_kernel(): whether the code is on the device. If not, the first launch would load it,

@@ -38,7 +38,6 @@ DeviceInfo read_device_info(int device) {
   cudaDeviceGetAttribute(&info.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  info.sm_90 = major >= 9;
   info.arch = 10 * major + minor;
   info.max_cluster = max_cluster_of(info.arch);
   info.fast_memory = has_fast_memory(device, info.multiprocessors);
@@ -53,13 +52,13 @@ const DeviceInfo& device_info() {
   static std::array<std::once_flag, kMaxDevices> once;
   int device = 0;
   cudaGetDevice(&device);
+  if (device >= kMaxDevices) {
+    throw KernelError("fused_op: no kernel runs on device " + std::to_string(device) +
+                      ", only on the first " + std::to_string(kMaxDevices));
+  }
   std::call_once(once[device], [&] { known[device] = read_device_info(device); });
   return known[device];
 }
-
-}  // namespace
-
-namespace {
 
 std::uint64_t key_of(const Variant* variant) { return variant != nullptr ? variant->key() : 0; }
 
@@ -132,7 +131,7 @@ cudaError_t launch(const Kernel& kernel, const LaunchShape& shape,
   config.dynamicSmemBytes = static_cast<std::size_t>(shape.shared_bytes);
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = !device.sm_90 ? 0 : shape.cluster > 0 ? 2 : 1;
+  config.numAttrs = device.arch < 90 ? 0 : shape.cluster > 0 ? 2 : 1;
   void* pointers[8];
   std::transform(arguments.begin(), arguments.end(), pointers,
                  [](const void* argument) { return const_cast<void*>(argument); });

@@ -74,6 +74,27 @@ inline bool has_too_many_kernels(const KernelKey& next, const DeviceInfo& device
          look_up(next, device.arch) == nullptr;
 }
 
+// The key of a plan. In a process with too many kernels, `constant`, the width that the kernel
+// would be compiled for, becomes 0 first.
+template <typename KeyOf>
+KernelKey key_of_plan(int& constant, const DeviceInfo& device, KeyOf&& key_of) {
+  const KernelKey key = key_of();
+  if (constant == 0 || !has_too_many_kernels(key, device)) {
+    return key;
+  }
+  constant = 0;
+  return key_of();
+}
+
+// The dimensions of a grid. Throws for more CTAs than one can have, which only rows or groups of a
+// few bytes reach.
+inline dim3 cta_grid(std::int64_t x, std::int64_t y = 1) {
+  if (x > 0x7fffffff || y > 0xffff) {
+    throw KernelError("fused_op: a call needs more CTAs than a grid can have");
+  }
+  return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
+}
+
 struct LaunchShape {
   dim3 grid;
   dim3 block;

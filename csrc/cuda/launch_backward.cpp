@@ -48,8 +48,8 @@ void launch_few(const NormBackwardArgs& args, const BackwardSpec& spec, const Ba
   const auto side_by_side = static_cast<unsigned>(plan.side_by_side);
   // If rows share a warp, the block has one dimension.
   const dim3 block = plan.lanes < 32 ? dim3(threads * side_by_side) : dim3(threads, side_by_side);
-  launch(kernel, {.grid = dim3(static_cast<unsigned>(plan.row_ctas + plan.slabs)), .block = block},
-         {&args, &row_ctas}, device, stream);
+  launch(kernel, {.grid = cta_grid(plan.row_ctas + plan.slabs), .block = block}, {&args, &row_ctas},
+         device, stream);
 }
 
 // How many rows are followed by enough of their tensor that a block of 16 bytes cannot reach past
@@ -67,11 +67,7 @@ std::int64_t rows_before_end(const ConstRows& of, std::int64_t rows) {
 
 void launch_rows(const NormBackwardArgs& args, const BackwardSpec& spec, BackwardPlan plan,
                  const DeviceInfo& device, cudaStream_t stream) {
-  KernelKey key = key_of(spec, plan);
-  if (plan.width > 0 && has_too_many_kernels(key, device)) {
-    plan.width = 0;
-    key = key_of(spec, plan);
-  }
+  const KernelKey key = key_of_plan(plan.width, device, [&] { return key_of(spec, plan); });
   const Kernel& kernel = require_kernel(key, device, [&] {
     return KernelSource{.header = kBackwardHeader,
                         .name = kernel_name(spec, plan),
@@ -101,7 +97,7 @@ void launch_rows(const NormBackwardArgs& args, const BackwardSpec& spec, Backwar
       plan.ctas - plan.tail_ctas};
   const void* const partials = adder != nullptr ? args.workspace : nullptr;
   const cudaError_t status = launch(kernel,
-                                    {.grid = dim3(static_cast<unsigned>(plan.ctas)),
+                                    {.grid = cta_grid(plan.ctas),
                                      .block = dim3(static_cast<unsigned>(plan.row_threads),
                                                    static_cast<unsigned>(plan.side_by_side)),
                                      .shared_bytes = plan.shared_bytes},
@@ -110,15 +106,6 @@ void launch_rows(const NormBackwardArgs& args, const BackwardSpec& spec, Backwar
     launch_add_partials(*adder, args, spec, partials, plan.ctas / groups_of(spec), device, stream);
   }
 }
-
-// How many columns a CTA of add_partials_kernel adds up, and the shared memory that it declares.
-struct PartialsShape {
-  int cols;
-  int own_bytes;
-
-  explicit PartialsShape(int size)
-      : cols(kPartialsLanes * kVectorBytes / size), own_bytes(kPartialsRows * cols * size) {}
-};
 
 }  // namespace
 
@@ -137,16 +124,18 @@ const Kernel& add_partials_kernel(const BackwardSpec& spec, const DeviceInfo& de
 void launch_add_partials(const Kernel& kernel, const NormBackwardArgs& args,
                          const BackwardSpec& spec, const void* partials, std::int64_t parts,
                          const DeviceInfo& device, cudaStream_t stream) {
-  const PartialsShape shape(spec.row == DType::kFloat64 ? 8 : 4);
+  constexpr int kRowBytes = kPartialsLanes * kVectorBytes;  // of a CTA's columns
+  constexpr int kOwnBytes = kPartialsRows * kRowBytes;      // that the kernel declares
+  const int cta_cols = kRowBytes / (is_double(spec) ? 8 : 4);
   const int grads = grads_of(spec.norm);
   const std::int64_t cols = args.cols * groups_of(spec);
-  const dim3 grid(static_cast<unsigned>(ceil_div(cols, shape.cols)), static_cast<unsigned>(grads));
+  const dim3 grid = cta_grid(ceil_div(cols, cta_cols), grads);
   // With programmatic launch, these CTAs start on whichever SMs free up first, and pile up there.
   // Unused shared memory limits each SM to its share.
   const int ctas = static_cast<int>(grid.x * grid.y);
   const auto per_sm = static_cast<int>(ceil_div(ctas, device.multiprocessors));
-  const int most = device.shared_bytes - shape.own_bytes - 2048;
-  const int unused = std::clamp(device.shared_bytes / per_sm - shape.own_bytes - 2048, 0, most);
+  const int most = device.shared_bytes - kOwnBytes - 2048;
+  const int unused = std::clamp(device.shared_bytes / per_sm - kOwnBytes - 2048, 0, most);
   const PartialsTargets targets{{args.grad_weight, args.grad_bias}, args.add_grads};
   const int count = static_cast<int>(parts);
   const std::int64_t stride = partials_stride(cols);

@@ -32,7 +32,6 @@ struct LongCall {
   void* partials(std::int64_t bytes) const {
     return bytes > 0 ? static_cast<char*>(args.workspace) + plan.row_sums_bytes : nullptr;
   }
-  bool wants_sums() const { return args.grad_weight != nullptr || args.grad_bias != nullptr; }
 };
 
 // How many clusters process the rows: as many as the device runs at once, or 0 if it has no room
@@ -62,15 +61,14 @@ bool launch_in_clusters(const LongCall& call) {
     return false;
   }
   const std::int64_t bytes =
-      partials_bytes(spec, clusters, args.cols, call.wants_sums(), args.add_grads);
+      partials_bytes(spec, clusters, args.cols, call.args.wants_sums(), args.add_grads);
   const void* const partials = call.partials(bytes);
-  const bool launched =
-      launch_clusters(kernel,
-                      {.grid = dim3(static_cast<unsigned>(clusters * plan.cluster)),
-                       .block = dim3(kPieceThreads),
-                       .shared_bytes = plan.cluster_shared_bytes,
-                       .cluster = plan.cluster},
-                      {&args, &partials}, device, stream);
+  const bool launched = launch_clusters(kernel,
+                                        {.grid = cta_grid(clusters * plan.cluster),
+                                         .block = dim3(kPieceThreads),
+                                         .shared_bytes = plan.cluster_shared_bytes,
+                                         .cluster = plan.cluster},
+                                        {&args, &partials}, device, stream);
   if (launched && bytes > 0) {
     launch_add_partials(*adder, args, spec, partials, clusters, device, stream);
   }
@@ -96,14 +94,10 @@ void launch_columns(const LongCall& call) {
       plan.partials_bytes > 0 ? &add_partials_kernel(spec, device) : nullptr;
   const void* const sums = args.workspace;
   const void* const partials = call.partials(plan.partials_bytes);
-  launch(
-      row_sums,
-      {.grid = dim3(static_cast<unsigned>(args.rows * plan.pieces)), .block = dim3(kPieceThreads)},
-      {&args, &sums}, device, stream);
+  launch(row_sums, {.grid = cta_grid(args.rows * plan.pieces), .block = dim3(kPieceThreads)},
+         {&args, &sums}, device, stream);
   const cudaError_t status =
-      launch(columns,
-             {.grid = dim3(static_cast<unsigned>(plan.slabs), static_cast<unsigned>(plan.chunks)),
-              .block = dim3(kColumnThreads)},
+      launch(columns, {.grid = cta_grid(plan.slabs, plan.chunks), .block = dim3(kColumnThreads)},
              {&args, &sums, &partials}, device, stream);
   if (adder != nullptr && status == cudaSuccess) {
     launch_add_partials(*adder, args, spec, partials, plan.chunks, device, stream);

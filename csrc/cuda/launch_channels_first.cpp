@@ -57,7 +57,7 @@ void launch_channels_first(const ChannelsFirstForwardArgs& args, const DeviceInf
                            cudaStream_t stream) {
   const ChannelsFirstPlan plan = plan_channels_first(args, device);
   const Kernel& kernel = kernel_of(args, plan, device);
-  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(plan.ctas)),
+  const LaunchShape shape{.grid = cta_grid(plan.ctas),
                           .block = dim3(kWarpSize, static_cast<unsigned>(plan.warps),
                                         static_cast<unsigned>(plan.groups))};
   launch(kernel, shape, {&args}, device, stream);
@@ -72,7 +72,7 @@ void launch_channels_first(const ChannelsFirstBackwardArgs& args, const DeviceIn
   const Kernel* const adder = sums ? &add_partials_kernel(spec, device) : nullptr;
   const void* const partials = sums ? args.workspace : nullptr;
   const ChannelsFirstBackwardSteps steps{plan.some, plan.stages};
-  const LaunchShape shape{.grid = dim3(static_cast<unsigned>(plan.ctas)),
+  const LaunchShape shape{.grid = cta_grid(plan.ctas),
                           .block = dim3(static_cast<unsigned>(plan.threads())),
                           .shared_bytes = plan.shared_bytes};
   const cudaError_t status = launch(kernel, shape, {&args, &steps, &partials}, device, stream);

@@ -26,11 +26,7 @@ KernelKey key_of(const ForwardSpec& spec, const LongForwardPlan& plan) {
 // A streamed kernel takes only the first argument. Returns false if there is no room for a cluster.
 bool launch_long(const NormForwardArgs& args, const ForwardSpec& spec, LongForwardPlan plan,
                  const DeviceInfo& device, cudaStream_t stream) {
-  KernelKey key = key_of(spec, plan);
-  if (plan.row_parts > 0 && has_too_many_kernels(key, device)) {
-    plan.row_parts = 0;
-    key = key_of(spec, plan);
-  }
+  const KernelKey key = key_of_plan(plan.row_parts, device, [&] { return key_of(spec, plan); });
   const Kernel& kernel = require_kernel(key, device, [&] {
     return KernelSource{.header = header_of(plan),
                         .name = kernel_name(spec, plan),
@@ -51,7 +47,7 @@ bool launch_long(const NormForwardArgs& args, const ForwardSpec& spec, LongForwa
     ctas = ctas_in_turn(plan, args.rows, active);
   }
   return launch_clusters(kernel,
-                         {.grid = dim3(static_cast<unsigned>(ctas)),
+                         {.grid = cta_grid(ctas),
                           .block = dim3(static_cast<unsigned>(plan.threads)),
                           .shared_bytes = shared_bytes,
                           .cluster = plan.cluster},
@@ -88,9 +84,7 @@ void launch_forward(const NormForwardArgs& args, const Variant* variant, const D
                         .built_in = plan.core ? core_forward(spec, plan) : nullptr,
                         .structs = structs_of(variant)};
   });
-  launch(kernel,
-         {.grid = dim3(static_cast<unsigned>(plan.ctas)),
-          .block = dim3(static_cast<unsigned>(plan.threads))},
+  launch(kernel, {.grid = cta_grid(plan.ctas), .block = dim3(static_cast<unsigned>(plan.threads))},
          {&args}, device, stream);
 }
 

@@ -34,13 +34,12 @@ bool launch_plan(const Args& args, const GroupNormPlan& plan, bool forward,
                  const DeviceInfo& device, cudaStream_t stream) {
   const Kernel& kernel = kernel_of(args, plan, forward, device);
   kernel.allow_shared(static_cast<int>(plan.shared_bytes), device);  // plans stay within it
-  return launch_clusters(
-      kernel,
-      {.grid = dim3(static_cast<unsigned>(args.all_groups() * plan.steps.cluster)),
-       .block = dim3(static_cast<unsigned>(plan.warps * kWarpSize)),
-       .shared_bytes = plan.shared_bytes,
-       .cluster = plan.steps.cluster},
-      {&args, &plan.steps}, device, stream);
+  return launch_clusters(kernel,
+                         {.grid = cta_grid(args.all_groups() * plan.steps.cluster),
+                          .block = dim3(static_cast<unsigned>(plan.warps * kWarpSize)),
+                          .shared_bytes = plan.shared_bytes,
+                          .cluster = plan.steps.cluster},
+                         {&args, &plan.steps}, device, stream);
 }
 
 // Returns the plan that was launched.
@@ -74,8 +73,7 @@ void launch_group_norm(const GroupNormBackwardArgs& args, const DeviceInfo& devi
   while (lanes < kWarpSize && lanes < slices) {
     lanes *= 2;
   }
-  launch(*adder,
-         {.grid = dim3(static_cast<unsigned>(args.channels)), .block = dim3(kGroupSumsThreads)},
+  launch(*adder, {.grid = cta_grid(args.channels), .block = dim3(kGroupSumsThreads)},
          {&args, &slices, &lanes}, device, stream);
 }
 

@@ -14,7 +14,7 @@ bool launch_post_add_pre(PostAddPreForwardArgs& args, const DeviceInfo& device,
   const ForwardSpec post = spec_of(args.post);
   const ForwardSpec pre = spec_of(args);
   ForwardPlan plan = plan_post_add_pre(args, pre, device);
-  const auto key_of_plan = [&] {
+  const auto key_of = [&] {
     return KeyBits(KernelKind::kPostAddPre)
         .add(pre)
         .add(plan)
@@ -22,11 +22,7 @@ bool launch_post_add_pre(PostAddPreForwardArgs& args, const DeviceInfo& device,
         .add(only_sum, 1)
         .key();
   };
-  KernelKey key = key_of_plan();
-  if (plan.width > 0 && has_too_many_kernels(key, device)) {
-    plan.width = 0;
-    key = key_of_plan();
-  }
+  const KernelKey key = key_of_plan(plan.width, device, key_of);
   // If this kernel is not available, the kernels of the norms take the call, one after the other.
   const Kernel* const kernel = find_kernel(key, device, [&] {
     return KernelSource{.header = kPostAddPreHeader,
@@ -35,9 +31,7 @@ bool launch_post_add_pre(PostAddPreForwardArgs& args, const DeviceInfo& device,
   if (kernel == nullptr) {
     return false;
   }
-  launch(*kernel,
-         {.grid = dim3(static_cast<unsigned>(plan.ctas)),
-          .block = dim3(static_cast<unsigned>(plan.threads))},
+  launch(*kernel, {.grid = cta_grid(plan.ctas), .block = dim3(static_cast<unsigned>(plan.threads))},
          {&args}, device, stream);
   return true;
 }

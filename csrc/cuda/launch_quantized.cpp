@@ -1,5 +1,5 @@
-// Launches forwards with a quantised output: one kernel if rows are whole vectors and fit into a
-// CTA, else a forward into memory and a kernel that reads it.
+// Launches forwards with a quantised output: one kernel for the rows that
+// quantizes_in_registers() takes, else a forward into memory and a kernel that reads it.
 #include "cuda/launch.h"
 #include "cuda/quantized_plan.h"
 
@@ -13,31 +13,22 @@ KeyBits& add(KeyBits& key, const QuantizeRule& rule) {
       .add(rule.power_of_two, 1);
 }
 
-RowPlaces places_without_span(const NormForwardArgs& args, const ForwardSpec& spec) {
-  return {.aligned = places_of(args, spec).aligned, .one_span = false};
-}
-
 void launch_fused(const QuantizedForwardArgs& args, const ForwardSpec& spec,
                   const DeviceInfo& device, cudaStream_t stream) {
-  ForwardPlan plan =
-      plan_forward(spec, args.rows, args.cols, places_without_span(args, spec), device);
-  const auto key_of_plan = [&] {
+  RowPlaces places = places_of(args, spec);
+  places.one_span = false;
+  ForwardPlan plan = plan_forward(spec, args.rows, args.cols, places, device);
+  const auto key_of = [&] {
     KeyBits key(KernelKind::kQuantizedForward);
     key.add(spec).add(plan);
     return add(key, args.to.rule).key();
   };
-  KernelKey key = key_of_plan();
-  if (plan.width > 0 && has_too_many_kernels(key, device)) {
-    plan.width = 0;
-    key = key_of_plan();
-  }
+  const KernelKey key = key_of_plan(plan.width, device, key_of);
   const Kernel& kernel = require_kernel(key, device, [&] {
     return KernelSource{.header = kQuantizedHeader,
                         .name = quantized_kernel_name(spec, plan, args.to.rule)};
   });
-  launch(kernel,
-         {.grid = dim3(static_cast<unsigned>(plan.ctas)),
-          .block = dim3(static_cast<unsigned>(plan.threads))},
+  launch(kernel, {.grid = cta_grid(plan.ctas), .block = dim3(static_cast<unsigned>(plan.threads))},
          {&args}, device, stream);
 }
 
@@ -56,8 +47,8 @@ void launch_quantized(const QuantizedForwardArgs& args, const DeviceInfo& device
                         .name = quantize_rows_kernel_name(args.output.dtype, args.to.rule)};
   });
   launch_forward(args, nullptr, device, stream);
-  launch(kernel, {.grid = dim3(static_cast<unsigned>(args.rows)), .block = dim3(kQuantizeThreads)},
-         {&args}, device, stream);
+  launch(kernel, {.grid = cta_grid(args.rows), .block = dim3(kQuantizeThreads)}, {&args}, device,
+         stream);
 }
 
 }  // namespace fused_op::cuda

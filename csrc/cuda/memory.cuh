@@ -125,14 +125,6 @@ __device__ __forceinline__ void load_shared_bytes(std::uint32_t address, std::ui
   }
 }
 
-// Reads 16 bytes of shared memory.
-__device__ __forceinline__ void load_shared(std::uint32_t address, std::uint32_t* words) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(address)
-               : "memory");
-}
-
 __device__ __forceinline__ void store_shared(std::uint32_t address, const std::uint32_t* words) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
                "r"(words[1]), "r"(words[2]), "r"(words[3])

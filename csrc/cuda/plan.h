@@ -1,5 +1,5 @@
-// How a call is spread over the GPU: plain integers, computed once for workspace and launch. Host
-// code without CUDA or torch, so that every plan can be made, printed and checked on any machine.
+// How a call is spread over the GPU: plain integers, the same for workspace and launch. Host code
+// without CUDA or torch, so that every plan can be made, printed and checked on any machine.
 //
 // Which lane holds an element depends only on the row's length and the element types. The number of
 // rows, the device and addresses decide only what leaves the order of sums unchanged: how many rows

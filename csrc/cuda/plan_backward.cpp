@@ -310,8 +310,7 @@ bool fits_cta(const NormBackwardArgs& args, const BackwardSpec& spec, const Devi
 
 BackwardPlan plan_backward(const NormBackwardArgs& args, const BackwardSpec& spec,
                            const DeviceInfo& device) {
-  const bool wants_sums = args.grad_weight != nullptr || args.grad_bias != nullptr;
-  return plan_backward(spec, args.rows, args.cols, most_aligned(args, spec), wants_sums,
+  return plan_backward(spec, args.rows, args.cols, most_aligned(args, spec), args.wants_sums(),
                        args.add_grads, device);
 }
 

@@ -67,17 +67,17 @@ BackwardFewPlan plan_backward_few(const BackwardSpec& spec, std::int64_t rows, s
 BackwardFewPlan plan_backward_few(const NormBackwardArgs& args, const BackwardSpec& spec,
                                   const DeviceInfo& device) {
   const bool wants_rows = args.grad_input.data != nullptr || args.grad_residual.data != nullptr;
-  const bool wants_sums = args.grad_weight != nullptr || args.grad_bias != nullptr;
+  const bool wants_sums = args.wants_sums();
   return plan_backward_few(spec, args.rows, args.cols, most_aligned(args, spec), wants_rows,
                            wants_sums, device);
 }
 
 std::string kernel_name(const BackwardSpec& spec, const BackwardFewPlan& plan) {
   // 512 threads have 128 registers each. There are no stages, and the parameters stay in registers.
-  const std::string tile =
-      "fused_op::cuda::BackwardTile" +
-      joined({number(plan.pack), number(plan.lanes), number(plan.vectors), number(512), number(1),
-              number(2), flag(plan.keep), flag(true), flag(false), number(0), flag(false)});
+  const std::string tile = "fused_op::cuda::BackwardTile" +
+                           joined({number(plan.pack), number(plan.lanes), number(plan.vectors),
+                                   number(kMostThreads), number(1), number(2), flag(plan.keep),
+                                   flag(true), flag(false), number(0), flag(false)});
   return "fused_op::cuda::backward_few_kernel<" + op_name(spec, plan.move) + ", " + tile + ">";
 }
 

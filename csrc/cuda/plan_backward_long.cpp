@@ -17,7 +17,7 @@ constexpr std::int64_t kMostChunks = 65535;  // of a grid
 constexpr int kCtasPerSm = 8;
 
 // Elements of a unit: 16 bytes of the widest stream.
-int unit_of(const BackwardSpec& spec) {
+int piece_unit_of(const BackwardSpec& spec) {
   int widest = std::max({size_of(read_as_x(spec)), size_of(spec.grad_output), size_of(spec.row),
                          size_of(spec.input)});
   if (spec.variant != nullptr) {
@@ -59,7 +59,7 @@ std::string long_tile(const BackwardLongPlan& plan) {
 BackwardLongPlan plan_backward_long(const BackwardSpec& spec, std::int64_t rows, std::int64_t cols,
                                     Move most_aligned, bool wants_sums, bool adds_sums,
                                     const DeviceInfo& device) {
-  const int unit = unit_of(spec);
+  const int unit = piece_unit_of(spec);
   const bool odd = cols % unit != 0;
   const bool halves = size_of(spec.row) == 2 && size_of(read_as_x(spec)) == 2;
   BackwardLongPlan plan{};
@@ -83,7 +83,7 @@ BackwardLongPlan plan_backward_long(const BackwardSpec& spec, std::int64_t rows,
 
 BackwardLongPlan plan_backward_long(const NormBackwardArgs& args, const BackwardSpec& spec,
                                     const DeviceInfo& device) {
-  const bool wants_sums = args.grad_weight != nullptr || args.grad_bias != nullptr;
+  const bool wants_sums = args.wants_sums();
   return plan_backward_long(spec, args.rows, args.cols, most_aligned(args, spec), wants_sums,
                             args.add_grads, device);
 }

@@ -138,7 +138,7 @@ std::uintptr_t address(const void* data) { return reinterpret_cast<std::uintptr_
 
 ChannelsFirstBackwardPlan plan_channels_first(const ChannelsFirstBackwardArgs& args,
                                               const DeviceInfo& device) {
-  const bool sums = args.grad_weight != nullptr || args.grad_bias != nullptr;
+  const bool sums = args.wants_sums();
   const std::int64_t row = 2 * partials_stride(args.cols);
   ChannelsFirstBackwardPlan plan =
       plan_of({.dtype = args.dtype,

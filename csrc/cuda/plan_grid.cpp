@@ -83,7 +83,7 @@ constexpr int kSmThreads[] = {0, 1536, 1280, 1024, 1024, 896, 768, 640, 640};
 constexpr int kSmThreadsWide[] = {0, 1536, 1280, 1280, 1024, 896, 768, 768, 640};
 // The same with a residual, dropout, parameters wider than the row, or vectors moved by words.
 constexpr int kSmThreadsMore[] = {0, 1024, 1024, 1024, 768, 640, 640, 512, 512};
-constexpr int kSmThreadsDouble[] = {0, 1024, 1024, 768, 768, 512, 512, 512, 512};
+constexpr int kSmThreadsDouble[] = {0, 1024, 1024, 768, 768};
 constexpr int kSmThreadsWords[] = {0,    1280, 1280, 1280, 1280, 1280, 1280, 1280, 1280, 1024, 1024,
                                    1024, 1024, 1024, 1024, 1024, 1024, 1024, 1024, 1024, 1024};
 constexpr int kSmThreadsMoreWords[] = {0,   768, 768, 768, 768, 768, 768, 768, 768, 512, 512,

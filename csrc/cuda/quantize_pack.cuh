@@ -92,7 +92,6 @@ struct Scaler {
   float factor;
 };
 
-template <typename As>
 __device__ __forceinline__ Scaler scaler_of(const Scale& scale) {
   // For an infinite divisor, the quotient below takes the largest finite one. The factor is 0 then,
   // and so is the quotient of all finite values.

@@ -1,6 +1,7 @@
 // Rounds rows of an output in memory to 8 bits and stores their scales. This is the second half of
 // what forward_quantized.cuh does at once, for the rows that it does not take: those too long for a
-// CTA, and those that are not whole vectors. Compiled by nvcc and by NVRTC; torch-free.
+// CTA, those that are not whole vectors, and the few whose lanes are no power of two. Compiled by
+// nvcc and by NVRTC; torch-free.
 #pragma once
 
 #include "cuda/dependent_launch.cuh"
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kQuantizeThreads)
         store_scale(args.to, number, first / kBlockCols, scale);
       }
     }
-    row.store(col, quantized_pack<As>(pack, scaler_of<As>(scale)));
+    row.store(col, quantized_pack<As>(pack, scaler_of(scale)));
   }
 }
 

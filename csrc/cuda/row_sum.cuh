@@ -10,15 +10,6 @@ namespace fused_op::cuda {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// 1 / value for a normal value, exact or off by one unit in the last place. It takes three
-// instructions; the compiler's division takes twenty and a call.
-__device__ __forceinline__ float reciprocal(float value) {
-  float estimate;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(estimate) : "f"(value));
-  return fmaf(fmaf(-value, estimate, 1.0f), estimate, estimate);
-}
-__device__ __forceinline__ double reciprocal(double value) { return 1.0 / value; }
-
 // Groups of kLanes neighbouring lanes. Lanes that are left over at the end of a warp count as the
 // last group's.
 template <int kLanes>

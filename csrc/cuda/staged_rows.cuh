@@ -329,7 +329,7 @@ class LaneParameters {
       for (int k = 0; k < kWords; ++k) {
         const int word = i * kWords + k;
         if (word % 4 == 0) {
-          load_shared(part_ + word / 4 * kStride, block_);
+          load_shared_bytes<16>(part_ + word / 4 * kStride, block_);
         }
         words[k] = block_[word % 4];
       }

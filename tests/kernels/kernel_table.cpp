@@ -74,7 +74,7 @@ T& fake(const char* name) {
 int count(const char* name) { return fake<int>(name); }
 
 DeviceInfo device(int index, int arch = 90) {
-  return {index, 132, 232448, arch >= 90, arch >= 90 ? 16 : 0, arch};
+  return {index, 132, 232448, arch >= 90 ? 16 : 0, arch};
 }
 
 int sources = 0;

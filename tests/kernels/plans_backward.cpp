@@ -290,7 +290,6 @@ void check_long(const BackwardSpec& spec, std::int64_t cols) {
         std::array{2, 227, 16}}) {
     DeviceInfo device = gpu(multiprocessors, shared_kib);
     device.max_cluster = most_cluster;
-    device.sm_90 = most_cluster > 0;
     for (const std::int64_t rows : {1, 7, 31, 32, 200, 4097, 8'000'001}) {
       for (const Move move : {Move::kVectors, Move::kWords, Move::kWholeWords}) {
         const Call call{rows, cols, move, cols % 3 != 0 || rows % 2 == 0, rows % 3 == 0};

@@ -219,7 +219,7 @@ void check_long(const ForwardSpec& spec, std::int64_t cols, const std::vector<in
   for (const int max_cluster : {0, 8, 16}) {
     for (const int shared_kib : {64, 99, 227}) {
       for (const int multiprocessors : sms) {
-        DeviceInfo device{0, multiprocessors, shared_kib << 10, max_cluster > 0, max_cluster};
+        DeviceInfo device{0, multiprocessors, shared_kib << 10, max_cluster};
         for (const std::int64_t rows : row_counts) {
           device.fast_memory = (rows + cols) % 2 == 0;  // decides nothing about a row's parts
           for (const bool aligned : {true, false}) {

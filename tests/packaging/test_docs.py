@@ -142,18 +142,15 @@ def test_readme_says_what_a_model_gains() -> None:
     assert all(0.6 < time < 0.72 for time in small), "no longer a third of the step"
     assert small and 0.6 < times["Qwen3 0.6B, eager"] < 0.72, "no longer a third of the step"
     assert 0.86 < times["Llama 1B, eager"] < 0.89, "no longer an eighth"
-    assert 0.82 < times["ConvNeXt, eager"] < 0.86, "no longer a sixth"
+    assert 0.78 < times["ConvNeXt, eager"] < 0.82, "no longer a fifth"
     others = [time for label, time in timed.items() if re.search("(GPT-2|ViT).*eager", label)]
     assert others and all(abs(time - 1) < max(0.05, spread) for time, spread in others), (
         "no longer next to nothing"
     )
     slower = [label for label, time in times.items() if time > 1]
-    assert len(slower) == 8, "no longer eight lines that are slower"
+    assert len(slower) == 7, "no longer seven bars above 1"
     (models,) = (result for result in results if "model" in result.get("rows", [{}])[0])
-    assert (
-        model_table.slower(models)
-        == "Slower than native beyond the spread: Llama 1B, torch.compile, with additions."
-    )
+    assert model_table.slower(models).startswith("No step of a converted model is slower")
     compiled = {r["model"]: r["variants"] for r in models["rows"] if r["mode"] == "torch.compile"}
 
     def with_pass(model: str) -> float:
@@ -161,7 +158,7 @@ def test_readme_says_what_a_model_gains() -> None:
         return variants["with additions"]["step_us"] / variants["native"]["step_us"]
 
     assert 0.94 < with_pass("Qwen3 0.6B") < 0.96, "no longer a twentieth"
-    assert 1.035 < with_pass("Llama 1B") < 1.045, "no longer 4 %"
+    assert 0.98 < with_pass("Llama 1B") < 1.02, "no longer nothing"
 
 
 def test_readme_says_how_the_cpu_backend_compares() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -34,6 +35,7 @@ class Formula(NamedTuple):
     images: tuple[int, ...] = ()
     # Its output has the channels innermost in memory, whatever the images have: it permutes them.
     innermost: bool = False
+    dtypes: tuple[torch.dtype, ...] = ()  # of rows that were compared, if it has no parameters
 
     def eps_of(self, module: nn.Module) -> Any:
         return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
@@ -65,21 +67,21 @@ def is_fused(cls: type) -> bool:
 
 @functools.cache
 def _subclass(original: Any, formula: Formula) -> type[nn.Module]:
-    norm, kind, _, rounding, images, innermost = formula
+    norm, kind, _, rounding, images, innermost, dtypes = formula
     zero_centered, is_rounded = kind == "1 + weight", kind == "rounded 1 + weight"
     kind_of = {"is_image": bool(images)}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # What was proved is the call with rows, or such images, of the parameters' dtype. Anything
-        # else, such as a gate beside the input or 16-bit rows under float32 weights, goes to the
-        # original.
+        # What was proved is the call with rows, or such images, of the parameters' dtype, or of
+        # some dtypes if there are none. Anything else, such as a gate beside the input or 16-bit
+        # rows under float32 weights, goes to the original.
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
         affine = bias if weight is None else weight
         if (
             len(args) != 1
             or kwargs
             or not isinstance(args[0], Tensor)
-            or (affine is not None and args[0].dtype != affine.dtype)
+            or args[0].dtype not in (dtypes if affine is None else (affine.dtype,))
             or (images and args[0].dim() not in images)
             or (is_dynamo_compiling() and takes_original(self, args[0], weight, bias, **kind_of))
         ):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -23,6 +24,7 @@ class GroupedFormula(NamedTuple):
     groups: str  # the attribute of its instances that holds how many groups there are
     eps: str | float  # the attribute that holds it, or the number in the code
     dims: tuple[int, ...] = ()  # the numbers of dimensions of inputs that were compared
+    dtypes: tuple[torch.dtype, ...] = ()  # of such inputs, if it has no parameters
 
     def groups_of(self, module: nn.Module) -> int:
         groups: int = getattr(module, self.groups)
@@ -46,14 +48,15 @@ def grouped_class(original: type[nn.Module], formula: GroupedFormula) -> type[nn
 @functools.cache
 def _subclass(original: Any, formula: GroupedFormula) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # What was proved is the call with such an input, in the dtype of the parameters.
+        # What was proved is the call with such an input, in the dtype of the parameters, or in some
+        # dtypes if there are none.
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
         affine = bias if weight is None else weight
         if (
             len(args) != 1
             or kwargs
             or not isinstance(args[0], Tensor)
-            or (affine is not None and args[0].dtype != affine.dtype)
+            or args[0].dtype not in (formula.dtypes if affine is None else (affine.dtype,))
             or args[0].dim() not in formula.dims
             or (
                 is_dynamo_compiling() and takes_original(self, args[0], weight, bias, is_image=True)

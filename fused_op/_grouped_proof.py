@@ -18,7 +18,7 @@ from ._gated_class import GROUP_NAMES
 from ._group_norm_formula import group_norm
 from ._grouped_class import GroupedFormula, grouped_class
 from ._options import compute_dtype
-from ._probe import RANKS, Refusal, check_side_effects, make_probe, run_forward
+from ._probe import RANKS, Refusal, check_side_effects, dtypes_of, make_probe, run_forward
 from ._proof import (
     LARGEST,
     MAGNITUDES,
@@ -72,7 +72,7 @@ def prove_grouped(
     channels = _channels(module, getattr(module, groups))
     refusal: Refusal | None = None  # of the most common number of dimensions
     for eps in epsilons:
-        formula = GroupedFormula(groups, eps)
+        formula = GroupedFormula(groups, eps, dtypes=dtypes_of(module, like))
         if formula.eps_of(module) is None:
             raise Refusal("has no eps")
         matches: dict[int, Match] = {}

@@ -20,9 +20,10 @@ from ._fused_class import Factor, Formula, fused_class
 from ._gated_class import gate_parameter, prove_gated
 from ._gated_rms_norm import FusedGatedRMSNorm
 from ._group_norm import FusedGroupNorm
+from ._grouped_class import grouped_class
 from ._grouped_proof import groups_name, prove_grouped
 from ._options import Norm, Rounding
-from ._probe import Refusal, explain, image_ranks, state_key
+from ._probe import Refusal, dtypes_of, explain, image_ranks, state_key
 from ._proof import Match, prove
 from ._recipe import recipe_of
 from .modules import CONVERTED, FusedLayerNorm, FusedRMSNorm
@@ -93,10 +94,31 @@ def _judge(module: nn.Module, like: Tensor, shared: dict[int, Any]) -> Proof:
             like = torch.empty(0, dtype=like.dtype, device="cpu")
         if gate_parameter(type(module)) is not None:
             return _prove_with_gate(module, like, shape, shared)
-        return _prove_without_gate(module, like, shape, shared)
+        proof = _prove_without_gate(module, like, shape, shared)
+        return proof if given else _of_more_dtypes(proof, module, like, shape, shared)
     except Refusal as refusal:
         cols = 16 if not shape else shape if isinstance(shape, int) else shape[-1]
         raise explain(refusal, module, like, cols, shared) from None
+
+
+def _of_more_dtypes(
+    proof: Proof, module: nn.Module, like: Tensor, shape: Any, shared: dict[int, Any]
+) -> Proof:
+    """The class for rows of all dtypes with the same proof, where no parameter has a dtype."""
+    formula = recipe_of(proof[0])
+    if formula is None:  # of PyTorch's own, which takes any
+        return proof
+    dtypes = {like.dtype}
+    for dtype in KERNEL_DTYPES:
+        with contextlib.suppress(Refusal):
+            other = torch.empty(0, dtype=dtype, device=like.device)
+            after, match = _prove_without_gate(module, other, shape, shared)
+            is_same = recipe_of(after)._replace(dtypes=formula.dtypes) == formula
+            if is_same and (match.same_roundings or dtype.itemsize != 2):
+                dtypes.add(dtype)
+    formula = formula._replace(dtypes=tuple(sorted(dtypes, key=str)))
+    make: Any = fused_class if isinstance(formula, Formula) else grouped_class
+    return make(type(module), formula), proof[1]
 
 
 def _prove_without_gate(
@@ -152,7 +174,7 @@ def _prove_of_images(
     for rank, innermost in ranks.items():
         try:
             if formula is None:
-                candidates = _image_candidates(module, rank, innermost)
+                candidates = _image_candidates(module, like, rank, innermost)
                 after, matches[rank] = _prove_one(module, like, channels, shared, candidates)
                 formula = recipe_of(after)
             elif innermost == formula.innermost:
@@ -289,7 +311,7 @@ def _candidates(module: nn.Module, like: Tensor) -> list[Formula]:
     if len(factors) > 1 and like.dtype.itemsize == 2:
         roundings.append("before_weight")
     return [
-        Formula(norm, factor, eps, rounding)
+        Formula(norm, factor, eps, rounding, dtypes=dtypes_of(module, like))
         for eps in _eps_of(module)
         for factor in factors
         for norm in norms
@@ -297,14 +319,14 @@ def _candidates(module: nn.Module, like: Tensor) -> list[Formula]:
     ]
 
 
-def _image_candidates(module: nn.Module, rank: int, innermost: bool) -> list[Formula]:
+def _image_candidates(module: nn.Module, like: Tensor, rank: int, innermost: bool) -> list[Formula]:
     norms: list[Norm] = ["layer_norm", "rms_norm"]
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         norms = ["layer_norm" if isinstance(module, nn.LayerNorm) else "rms_norm"]
     elif getattr(module, "bias", None) is None:
         norms.reverse()
     return [
-        Formula(norm, "weight", eps, images=(rank,), innermost=innermost)
+        Formula(norm, "weight", eps, "once", (rank,), innermost, dtypes_of(module, like))
         for eps in _eps_of(module)
         for norm in norms
     ]

@@ -56,6 +56,12 @@ def make_probe(
     return probe
 
 
+def dtypes_of(module: nn.Module, like: Tensor) -> tuple[torch.dtype, ...]:
+    """Of the rows that a proof in that of ``like`` allows; ``()``: that of the parameters."""
+    given = (*module._parameters.values(), *module._buffers.values())
+    return () if any(t is not None for t in given) else (like.dtype,)
+
+
 def state_key(module: nn.Module) -> tuple[Any, ...]:
     """Equal for modules that differ in the values of their parameters alone.
 
@@ -164,7 +170,7 @@ def image_ranks(
     """
     shapes = {rank: (2, channels, 3, 5, 2)[:rank] for rank in RANKS}
     outputs = {
-        rank: _try_forward(module, like, torch.ones(shape), shared)
+        rank: _try_forward(module, like, torch.ones(shape, device=like.device), shared)
         for rank, shape in shapes.items()
     }
     return {rank: channels_are_last(y) for rank, y in outputs.items() if y is not None}
@@ -206,7 +212,7 @@ def explain(
             return Refusal(f"{refusal} (it also takes {', '.join(p.name for p in named)})")
         return refusal
     # A norm gives large rows, and the same twice as large, one result.
-    x = torch.linspace(-64, 100, 2 * cols).view(2, cols)
+    x = torch.linspace(-64, 100, 2 * cols, device=like.device).view(2, cols)
     small, large = (_try_forward(module, like, t, shared) for t in (x, 2 * x))
     if small is not None and large is not None and not torch.allclose(small, large, 0.1, 0.1):
         return Refusal("is not a norm: its output grows with its input")

@@ -28,6 +28,7 @@ from ._probe import Refusal, check_side_effects, make_probe, run_forward
 BATCHES: tuple[tuple[int, ...], ...] = ((7,), (2, 5), (2, 3, 5))
 # Where the original runs them too; outside of training alone, since they take as long as the rest.
 MORE_BATCHES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (65,), (17, 1), (2, 1, 2, 1, 3))
+MOST_ELEMENTS = 1 << 22  # of a batch; if rows are long, 7 of them may have more
 # The same of images and their pixels, as many sizes as an image has besides its channels.
 IMAGES = ((2, 3, 5, 2),)
 MORE_IMAGES = ((2, 3, 5, 2), (0, 2, 2, 2), (1, 1, 1, 1), (65, 2, 1, 1), (1, 67, 1, 2))
@@ -102,7 +103,7 @@ def prove(
         return (_as_planes(both[0]), _as_planes(both[1])) if as_planes else both
 
     planes = bool(formula.images)
-    few, batches, more, many = _batches(formula, -(-SAME_ELEMENTS // math.prod(shape)))
+    few, batches, more, many = _batches(formula, math.prod(shape))
     devices = [like.device] if like.device.type == "cuda" else []
     ulps = 1
     # A caller's inference mode would leave no gradients to compare.
@@ -138,13 +139,21 @@ def prove(
     return Match(ulps, formula.rounding, differing)
 
 
-def _batches(formula: Formula, many: int) -> tuple[tuple[int, ...], Any, Any, tuple[int, ...]]:
-    """A small one; those that the original has to run, and need not; one of so many rows."""
+def _batches(formula: Formula, cols: int) -> tuple[tuple[int, ...], Any, Any, tuple[int, ...]]:
+    """A small one; those that the original has to run, and need not; one of many rows."""
+    many = -(-SAME_ELEMENTS // cols)
     if not formula.images:
-        return (3,), BATCHES, MORE_BATCHES, (many,)
+        most = max(BATCHES[0][0], MOST_ELEMENTS // cols)
+        some, more = ([_fewer(b, most) for b in each] for each in (BATCHES, MORE_BATCHES))
+        return (3,), some, more, (many,)
     sizes = formula.images[0] - 1
     some, more = ([batch[:sizes] for batch in each] for each in (IMAGES, MORE_IMAGES))
     return (3, 1, 1, 1)[:sizes], some, more, (1, many, 1, 1)[:sizes]
+
+
+def _fewer(batch: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Of as many dimensions, with at most so many rows."""
+    return batch if math.prod(batch) <= most else (*[1] * (len(batch) - 1), most)
 
 
 def _as_planes(pixels: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ def _formula(
     sum_dtype: torch.dtype | None,
 ) -> Tensor:
     branch = fused_rms_norm(input, weight, eps, zero_centered=zero_centered, rounding=rounding)
-    return residual.to(sum_dtype or residual.dtype) + branch
+    return (residual.to(sum_dtype or residual.dtype) + branch).contiguous()
 
 
 def _check(

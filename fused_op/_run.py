@@ -6,6 +6,7 @@ import argparse
 import os
 import runpy
 import sys
+import threading
 from typing import Any
 
 from ._override import override_torch
@@ -37,6 +38,14 @@ def run_program(options: argparse.Namespace) -> int:
                 sys.path[0] = os.path.dirname(os.path.abspath(options.program))
                 runpy.run_path(options.program, run_name="__main__")
         finally:
+            _await_threads()
             if not options.quiet:
                 print(override.report(), file=sys.stderr)
     return 0
+
+
+def _await_threads() -> None:
+    """Wait for the threads that Python would wait for at its exit: they are part of the program."""
+    this = threading.current_thread()
+    while others := [t for t in threading.enumerate() if not t.daemon and t is not this]:
+        others[0].join()

@@ -307,7 +307,9 @@ def _backward_by_formula(
         ]
         outputs = formula(*inputs, *options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    pairs = [(y, dy) for y, dy in zip(outputs, grads, strict=True) if dy is not None]
+    given = zip(outputs, grads, strict=True)
+    # An output may depend on none of the tensors that need a gradient, as a sum does on weights.
+    pairs = [(y, dy) for y, dy in given if dy is not None and y.requires_grad]
     sought = [t for t, w in zip(inputs, wanted, strict=True) if w]
     found = iter(
         torch.autograd.grad(

@@ -47,11 +47,11 @@ def takes_original(
     # Compiled code cannot try the fused op first.
     may_broadcast = has_failed or is_dynamo_compiling()
     return any(
-        t.dtype not in KERNEL_DTYPES
+        (has_failed and type(t) not in (Tensor, nn.Parameter))  # first: some have no dtype
+        or t.dtype not in KERNEL_DTYPES
         or t.layout is not torch.strided
         or t.is_nested
         or t.device.type not in _KNOWN_DEVICES
-        or (has_failed and type(t) not in (Tensor, nn.Parameter))
         or (has_failed and t.is_inference() and torch.is_grad_enabled())
         or (may_broadcast and t is not given[0] and _normalized(given[0], t, is_image) != t.shape)
         for t in given

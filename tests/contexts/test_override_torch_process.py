@@ -115,6 +115,26 @@ def test_run(tmp_path, is_module: bool) -> None:
     assert run.stderr == "fused_op took 1 calls of aten::native_layer_norm\n"
 
 
+THREADS = """
+import threading, time, torch
+
+def norm():
+    time.sleep(1)
+    torch.nn.functional.layer_norm(torch.randn(2, 8), (8,))
+
+threading.Thread(target=norm).start()
+"""
+
+
+@pytest.mark.slow
+def test_run_awaits_the_program_s_threads(tmp_path) -> None:
+    """Catches an override that ends before the program does."""
+    (tmp_path / "program.py").write_text(THREADS)
+    command = [sys.executable, "-m", "fused_op", "run", str(tmp_path / "program.py")]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stderr == "fused_op took 1 calls of aten::native_layer_norm\n"
+
+
 def test_every_device_is_overridden() -> None:
     """Catches a build for CUDA that leaves the GPU to PyTorch: no CPU call would show it."""
     with fused_op.override_torch() as override:

@@ -167,3 +167,61 @@ def test_missing_kernel_is_not_hidden(make, monkeypatch):
     monkeypatch.setattr("fused_op_cuda.norm", fail)
     with pytest.raises(RuntimeError, match="was built without CUDA"):
         module(rows())
+
+
+class Float32(nn.Module):
+    """Returns float32 for rows of any dtype, and so computes the norm of float32 rows alone."""
+
+    eps = 1e-6
+
+    def forward(self, x):
+        x = x.float()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+class LayerNormOfMine(nn.LayerNorm):
+    pass
+
+
+class GroupNormOfMine(nn.GroupNorm):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Float32,
+        lambda: ShapedRmsNorm(affine=False),
+        lambda: LayerNormOfMine(COLS, elementwise_affine=False),
+        lambda: GroupNormOfMine(2, COLS, affine=False),
+    ],
+)
+def test_without_parameters_only_proved_dtypes_are_fused(make, monkeypatch):
+    """Catches rows whose dtype or bits conversion changes, where no parameter has a dtype."""
+    norm, original = make(), make()
+    assert len(convert(nn.ModuleList([norm])).converted) == 1
+    forward, called = type(original).forward, []
+    counted = lambda self, x: (called.append(x.dtype), forward(self, x))[1]  # noqa: E731
+    for dtype in (F32, BF16, F16, F64):
+        x = torch.randn(6, COLS, generator=torch.Generator().manual_seed(0)).to(dtype)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(original), "forward", counted)
+            y = norm(x)
+        torch.testing.assert_close(y, original(x))  # the dtype, too
+    assert F32 not in called
+    assert make is not Float32 or called == [BF16, F16, F64]
+
+
+def test_per_sample_gradients_of_a_group_norm():
+    """Catches a question to an ExpandedWeight that it cannot answer."""
+    from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+
+    found = []
+    x = torch.randn(3, 8, 4)
+    for converts in (False, True):
+        norm = nn.GroupNorm(2, 8)
+        if converts:
+            convert(norm)
+        call_for_per_sample_grads(norm)(x).square().sum().backward()
+        found.append((norm.weight.grad_sample, norm.bias.grad_sample))
+    torch.testing.assert_close(*found)

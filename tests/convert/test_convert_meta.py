@@ -29,6 +29,11 @@ def llama(device: str, dtype: torch.dtype = torch.float32, **sizes: int) -> nn.M
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).to(dtype)
 
 
+class OverChannels(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
 class Centred(nn.Module):
     """Refused: it is a norm of neither kind."""
 
@@ -122,3 +127,12 @@ def sharded_training(device: str) -> None:
 def test_fsdp2(ranks_2) -> None:
     """Catches a class that fully_shard cannot take over, and parameters that it loses."""
     ranks_2.run(sharded_training)
+
+
+def test_convert_where_meta_is_the_default_device() -> None:
+    """Catches a tensor of the proof that lands on the default device."""
+    for device in ("meta", "cpu"):
+        model = nn.ModuleList([norms(), OverChannels(8)]).to(device)
+        with torch.device("meta"):
+            report = convert(model)
+        assert len(report.converted) == 7 and len(report.skipped) == 1

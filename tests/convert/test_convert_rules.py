@@ -144,8 +144,8 @@ def test_fused_class_computes_by_the_kernel(cls, dtype, device, monkeypatch):
         pytest.skip("computes in float32")
     is_rounded = cls is ZeroCentredLayerNorm and dtype in (F16, BF16)
     convert(module)
-    norm, factor, _, rounding, images, _ = recipe_of(type(module))
-    assert not images
+    norm, factor, _, rounding, images, _, dtypes = recipe_of(type(module))
+    assert not images and not dtypes
     zero_centered = cls in (ZeroCentredNorm, ZeroCentredLayerNorm)
     one_more = "rounded 1 + weight" if is_rounded else "1 + weight"
     assert factor == (one_more if zero_centered else "weight")

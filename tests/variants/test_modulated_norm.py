@@ -5,6 +5,7 @@ in an order that depends on threads), a chunk of a projection that is copied, an
 not what it says. tests/variants/test_variants.py has the rest.
 """
 
+import contextlib
 import itertools
 
 import pytest
@@ -390,3 +391,20 @@ def test_backward_refuses_other_gradients():
         op(X.half(), X, S, None, None, None, stats, "layer_norm", [True] * 5)
     with pytest.raises(RuntimeError, match="rms_norm has no bias"):
         op(X, X, S, None, None, S[0], stats, "rms_norm", [True] * 5)
+
+
+@pytest.mark.parametrize("entries", [(2, 8), (2, 5, 8)], ids=str)
+def test_derivatives_by_one_argument_alone(function, entries, device):
+    """Catches an output that depends on no tensor with a gradient, where a formula takes over."""
+
+    def derivatives(function, inputs, name, late):
+        leaf = inputs[name].detach().requires_grad_()
+        total = sum(t.square().sum() for t in tuple_of(function(**inputs | {name: leaf})))
+        with fused_op.disabled() if late else contextlib.nullcontext():
+            (first,) = torch.autograd.grad(total, leaf, create_graph=not late)
+        return (first,) if late else (first, *torch.autograd.grad(first.square().sum(), leaf))
+
+    inputs = arguments(function, (2, 5, 8), entries, F64, device=device)
+    for name, late in itertools.product(inputs, (False, True)):
+        found, right = (derivatives(f, inputs, name, late) for f in (function, twin(function)))
+        assert_same(found, right)

@@ -221,3 +221,16 @@ def test_packed_calls_that_are_refused(error, sentence, more, disabled):
                 fused_qk_norm_rope(**call)
         else:
             fused_qk_norm_rope(**call)
+
+
+def test_derivatives_by_one_weight_alone(device):
+    """Catches queries and values that need no gradient, where a formula takes over."""
+    tensors = [t.double() for t in packed(device=device, cols=6)]
+    found = []
+    for function in (fused_qk_norm_rope, reference.fused_qk_norm_rope):
+        weight = tensors[4].detach().requires_grad_()
+        outputs = packed_call(*tensors[:4], weight, function=function)
+        total = sum(t.square().sum() for t in outputs)
+        (first,) = torch.autograd.grad(total, weight, create_graph=True)
+        found.append((first, *torch.autograd.grad(first.square().sum(), weight)))
+    assert_same(*found)

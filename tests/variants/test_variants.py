@@ -275,6 +275,11 @@ def test_disabled_runs_the_formula(call):
     assert not any("fused_op" in name for name in calls.names)
     expected = (*outputs(outside), *expected, *expected)
     assert_same((*outputs(inside), *found, *late), expected, rtol=1e-5, atol=1e-4)
+    for name in variant.rows:
+        rows = {n: t.mT.contiguous().mT if n == name else t for n, t in inputs.items()}
+        with fused_op.disabled():
+            results = outputs(variant.fused(**rows, **options))
+        assert all(t.is_contiguous() for t in results), f"strided {name}"
 
 
 def test_a_missing_kernel_is_said_once(call, monkeypatch):

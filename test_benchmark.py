@@ -32,21 +32,12 @@ from benchmarks.grids import (
     TARGETS,
     Case,
     cases_of,
+    parse_shape,
 )
 from benchmarks.measure import failure, reason
 from benchmarks.peers import OURS, PEERS, Peer, select
 from benchmarks.run import default_device, default_timer, run_cases, run_eager
 from benchmarks.timing import GraphTimer, HostTimer, Timing
-
-
-def parse_shape(text: str) -> tuple[int, int]:
-    try:
-        rows, cols = (int(part) for part in text.split(","))
-    except ValueError:
-        rows = cols = 0
-    if rows < 1 or cols < 1:
-        raise argparse.ArgumentTypeError(f"a shape is ROWS,COLS such as 8192,4096; got {text!r}")
-    return rows, cols
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -8,6 +8,7 @@ is written but the output; `fb` counts a forward that also writes its statistics
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -259,3 +260,14 @@ def cases_of(
     if dtype is not None:
         cases = [Case(c.op, dtype, c.rows, c.cols, c.modes) for c in cases]
     return list(dict.fromkeys(cases))
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """A shape of the command line."""
+    try:
+        rows, cols = (int(part) for part in text.split(","))
+    except ValueError:
+        rows = cols = 0
+    if rows < 1 or cols < 1:
+        raise argparse.ArgumentTypeError(f"a shape is ROWS,COLS such as 8192,4096; got {text!r}")
+    return rows, cols

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .grids import parse_shape
 from .timing import GraphTimer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -223,7 +224,7 @@ def main() -> None:
     parser.add_argument("--tree", action="append", type=Path, help="a csrc/; default: this one")
     parser.add_argument("--op", choices=KINDS, default="layer_norm")
     parser.add_argument("--pair", choices=PAIRS, default="bf16")
-    parser.add_argument("--shape", action="append", help="rows,cols; may be repeated")
+    parser.add_argument("--shape", action="append", type=parse_shape, help="rows,cols; repeatable")
     parser.add_argument("--only", choices=("forward", "backward"))
     parser.add_argument("--arch", default="native", help="of nvcc; default: the GPU in sight")
     parser.add_argument("--libraries", type=Path, default=ROOT / "build/kernels")
@@ -240,9 +241,8 @@ def main() -> None:
     if args.build_only:
         return
     libraries = {name: ctypes.CDLL(os.fspath(file)) for name, file in files.items()}
-    shapes = [tuple(map(int, s.split(","))) for s in args.shape or ()] or SHAPES
     timer = GraphTimer(rounds=5)
-    for shape in shapes:
+    for shape in args.shape or SHAPES:
         for name, library in libraries.items():
             library.backward.restype = ctypes.c_int64
             errors = Problem(args.op, args.pair, *shape).errors(library)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from .report import environment
+from .report import environment, write_json
 
 # Op, dtype, rows, columns, mode.
 SHAPES = (
@@ -144,30 +144,15 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        command = [
-            "ncu",
-            "-k",
-            "regex:^(forward|backward)_",
-            "--clock-control",
-            "none",
-            "--cache-control",
-            "none",
-        ]
-        command += [
-            "--metrics",
-            ",".join(METRICS),
-            "--csv",
-            "--page",
-            "raw",
-            "--log-file",
-            str(log),
-        ]
+        command = ["ncu", "-k", "regex:^(forward|backward)_", "--metrics", ",".join(METRICS)]
+        command += ["--clock-control", "none", "--cache-control", "none"]
+        command += ["--csv", "--page", "raw", "--log-file", str(log)]
         command += [sys.executable, "-m", "benchmarks.profile", "--run"]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         shapes = [line.split(",") for line in done.stdout.splitlines() if line.count(",") == 4]
         found = kernels(log.read_text(), shapes)
     where = environment(torch.device("cuda"), ())
-    options.json.write_text(json.dumps({"environment": where, "rows": found}, indent=1) + "\n")
+    write_json(options.json, {"environment": where, "rows": found})
     print(table(found))
 
 

@@ -368,6 +368,14 @@ def main() -> None:
     known = {who for variant in VARIANTS for who in variant.functions}
     if unknown := set(options.peers or ()) - known:
         parser.error(f"no peers: {sorted(unknown)}; there are {sorted(known)}")
+    shapes = [(v, *shape) for v in VARIANTS for shape in v.shapes]
+    chosen = [
+        (variant, rows, cols)
+        for variant, rows, cols in shapes
+        if variant.name in (options.variant or names) and rows in (options.rows or [rows])
+    ]
+    if not chosen:
+        parser.error(f"no shape of these variants has {options.rows} rows")
     if not torch.cuda.is_available():
         sys.exit("benchmarks.variants measures on a GPU, and there is none")
     timer = GraphTimer("cuda")
@@ -376,18 +384,14 @@ def main() -> None:
         "rows": [],
     }
     limits: dict[tuple[str, int], float] = {}
-    chosen = [v for v in VARIANTS if v.name in (options.variant or names)]
-    for variant in chosen:
-        for rows, cols in variant.shapes:
-            if options.rows and rows not in options.rows:
-                continue
-            row = measure(variant, rows, cols, timer, timer.device, limits, options.peers)
-            result["rows"].append(row)
-            write_json(options.json, result)
-            print(f"{variant.name:28} {rows:7} x {cols:5}")
-            for who, found in row["peers"].items():
-                figures = found.get("problem") or " ".join(f"{v:.3f}" for v in found.values())
-                print(f"    {who:14} {figures}")
+    for variant, rows, cols in chosen:
+        row = measure(variant, rows, cols, timer, timer.device, limits, options.peers)
+        result["rows"].append(row)
+        write_json(options.json, result)
+        print(f"{variant.name:28} {rows:7} x {cols:5}")
+        for who, found in row["peers"].items():
+            figures = found.get("problem") or " ".join(f"{v:.3f}" for v in found.values())
+            print(f"    {who:14} {figures}")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ They add the residual, or modulate. ``_rewrite.py`` makes that forward, and prov
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from ._fused_class import Formula, is_fused
 from ._modulated_norm import fused_modulated_layer_norm, fused_modulated_rms_norm
 from ._post_add_pre_rms_norm import fused_post_add_pre_rms_norm
 from ._probe import Refusal
-from ._recipe import make_subclass, recipe_of
+from ._recipe import RECIPE, made_once, make_subclass, recipe_of
 from ._rewrite import BOTH, HELPER, MODULATE, Found, Wanted, rewritten
 from .functional import fused_add_layer_norm, fused_add_rms_norm
 from .modules import CONVERTED, FusedLayerNorm, FusedRMSNorm, takes_original
@@ -46,28 +45,32 @@ def fuse_blocks(model: nn.Module, residual: bool, modulation: bool) -> tuple[Blo
     """Give each block of a converted model, whose forward allows it, one that asks its norms."""
     blocks = []
     for name, module in model.named_modules():
-        norms = frozenset(
+        norms = frozenset(  # under each of its names: named_children() has one
             child_name
-            for child_name, child in module.named_children()
-            if CONVERTED in child.__dict__ and _is_of_rows(type(child))
+            for child_name, child in module._modules.items()
+            if child is not None and CONVERTED in child.__dict__ and _is_of_rows(type(child))
         )
         before, wanted = type(module), Wanted(norms, residual, modulation)
         earlier = recipe_of(before)
         if isinstance(earlier, Wanted):  # of an earlier call
             residual_too = residual or earlier.additions
             wanted = Wanted(norms, residual_too, modulation or earlier.modulations)
-            before = module.__dict__[CONVERTED]
+            # Not by CONVERTED, which an instance that such a class has made does not have.
+            before, *_ = getattr(before, RECIPE)
         if not norms or wanted == earlier:
             continue
         try:
             if "forward" in module.__dict__:
                 raise Refusal("its forward is replaced on the instance")
-            after, found = block_class(cast(Any, before), wanted)
+            if isinstance(earlier, Wanted) and not is_fused(type(module)):
+                raise Refusal("its class was changed after convert: undo that first")
+            after = block_class(before, wanted)
         except Refusal as refusal:
             blocks.append(Block(name, before.__name__, 0, 0, str(refusal)))
             continue
         module.__dict__[CONVERTED] = before
         module.__class__ = after
+        found: Found = getattr(after, _FOUND)
         blocks.append(Block(name, before.__name__, *found, ""))
     return tuple(blocks)
 
@@ -267,31 +270,26 @@ def _is_hooked(state: dict[str, Any]) -> bool:
     )
 
 
-@functools.cache
-def block_class(original: Any, wanted: Wanted) -> tuple[type[nn.Module], Found]:
-    """The class for a block with norms of these names, and what they do.
+_FOUND = "_fused_op_found"
+
+
+@made_once
+def block_class(original: Any, wanted: Wanted) -> type[nn.Module]:
+    """The class for a block with norms of these names, which holds what they do as ``_FOUND``.
 
     Raises:
         Refusal: there is none.
     """
     forward, found = rewritten(original.forward, wanted)
-
     members = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "forward": forward,
+        _FOUND: found,
         HELPER: staticmethod(add_norm),
         BOTH: staticmethod(norm_add_norm),
         MODULATE: staticmethod(modulated_norm),
     }
     # Under the name of the original: libraries look for the blocks of a model by it.
-    try:
-        cls = make_subclass(original, wanted, _class_of_block, original.__name__, members)
-    except Exception as error:  # of its metaclass or __init_subclass__
-        raise Refusal(f"its class refuses a subclass: {type(error).__name__}: {error}") from error
-    return cls, found
-
-
-def _class_of_block(original: Any, wanted: Wanted) -> type[nn.Module]:
-    return block_class(original, wanted)[0]
+    return make_subclass(original, wanted, block_class, original.__name__, members)

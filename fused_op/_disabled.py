@@ -1,4 +1,4 @@
-"""The switch that turns the kernels off. ``functional.py`` looks at it.
+"""The switch that turns the kernels off. The routes look at it.
 
 It is one for the process, like ``torch.backends.cudnn.flags``, and not one for each thread: on
 CUDA, autograd runs backward in threads of its own, where activation checkpointing calls forward

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from ._channels_first import fused_channels_first_layer_norm, fused_channels_first_rms_norm
 from ._group_norm import FusedGroupNorm
 from ._options import Norm, Rounding, machine_eps
-from ._recipe import RECIPE, make_subclass
+from ._recipe import RECIPE, made_once, make_subclass
 from .functional import fused_layer_norm, fused_rms_norm
 from .modules import FusedLayerNorm, FusedRMSNorm, takes_original
 
@@ -56,8 +55,7 @@ def fused_class(original: type[nn.Module], formula: Formula) -> type[nn.Module]:
         return FusedLayerNorm
     if original is nn.RMSNorm:
         return FusedRMSNorm
-    key: Any = original  # typeshed's Hashable does not know classes
-    return _subclass(key, formula)
+    return _subclass(original, formula)
 
 
 def is_fused(cls: type) -> bool:
@@ -65,7 +63,7 @@ def is_fused(cls: type) -> bool:
     return cls in (FusedLayerNorm, FusedRMSNorm, FusedGroupNorm) or RECIPE in vars(cls)
 
 
-@functools.cache
+@made_once
 def _subclass(original: Any, formula: Formula) -> type[nn.Module]:
     norm, kind, _, rounding, images, innermost, dtypes = formula
     zero_centered, is_rounded = kind == "1 + weight", kind == "rounded 1 + weight"

@@ -8,7 +8,7 @@ norm of one input, if that was proved to be the same, and the original otherwise
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import inspect
 import itertools
 import math
@@ -24,7 +24,7 @@ from ._gated_rms_norm import fused_gated_rms_norm
 from ._options import Activation, Rounding, compute_dtype
 from ._probe import Refusal, check_side_effects, make_probe, run_forward
 from ._proof import BATCHES, MAGNITUDES, MORE_BATCHES, SAME_ELEMENTS, SAME_SHARE, Match
-from ._recipe import make_subclass
+from ._recipe import made_once, make_subclass
 
 GROUP_NAMES = ("n_groups", "ngroups", "num_groups", "norm_groups")
 
@@ -64,14 +64,9 @@ def gate_parameter(cls: Any) -> inspect.Parameter | None:
     return parameters[1] if is_gated else None
 
 
-def gated_class(original: type[nn.Module], formula: GatedFormula) -> type[nn.Module]:
+@made_once
+def gated_class(original: Any, formula: GatedFormula) -> type[nn.Module]:
     """The fused class: always the same one for the same arguments."""
-    key: Any = original  # typeshed's Hashable does not know classes
-    return _subclass(key, formula)
-
-
-@functools.cache
-def _subclass(original: Any, formula: GatedFormula) -> type[nn.Module]:
     parameter = gate_parameter(original)
     assert parameter is not None
     gate_name = parameter.name
@@ -140,7 +135,7 @@ def prove_gated(
 
 
 def _candidates(module: nn.Module, eps_name: str, like: Tensor) -> list[GatedFormula]:
-    groups = [name for name in (*GROUP_NAMES, "group_size") if isinstance(_of(module, name), int)]
+    groups = held_ints(module, (*GROUP_NAMES, "group_size"))
     activations: list[Activation] = ["silu", "sigmoid"]
     roundings: list[Rounding] = ["once"]
     if like.dtype.itemsize == 2:
@@ -149,9 +144,14 @@ def _candidates(module: nn.Module, eps_name: str, like: Tensor) -> list[GatedFor
     return [GatedFormula(a, f, r, z, eps_name, g) for a, f, r, z, g in every]
 
 
-def _of(module: nn.Module, name: str) -> Any:
-    value = getattr(module, name, None)
-    return None if isinstance(value, bool) else value
+def held_ints(module: nn.Module, names: tuple[str, ...]) -> list[str]:
+    """The names under which the module holds a number of groups, or their size."""
+    found = []
+    for name in names:
+        with contextlib.suppress(Exception):  # of a property
+            if type(getattr(module, name)) is int:
+                found.append(name)
+    return found
 
 
 def _prove(

@@ -6,7 +6,6 @@ The counterpart of ``_fused_class.py``, which is for norms of rows and of the ch
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ._group_norm import FusedGroupNorm, fused_group_norm
-from ._recipe import make_subclass
+from ._recipe import made_once, make_subclass
 from .modules import takes_original
 
 
@@ -41,11 +40,10 @@ def grouped_class(original: type[nn.Module], formula: GroupedFormula) -> type[nn
     """
     if original is nn.GroupNorm:
         return FusedGroupNorm
-    key: Any = original  # typeshed's Hashable does not know classes
-    return _subclass(key, formula)
+    return _subclass(original, formula)
 
 
-@functools.cache
+@made_once
 def _subclass(original: Any, formula: GroupedFormula) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # What was proved is the call with such an input, in the dtype of the parameters, or in some

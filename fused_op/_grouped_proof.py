@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ._gated_class import GROUP_NAMES
+from ._gated_class import GROUP_NAMES, held_ints
 from ._group_norm_formula import group_norm
 from ._grouped_class import GroupedFormula, grouped_class
 from ._options import compute_dtype
@@ -39,14 +39,7 @@ _STATISTICS = 3  # what _compare_outputs returns for these, in place of a number
 
 def groups_name(module: nn.Module) -> str | None:
     """The attribute that holds how many groups there are."""
-    for name in GROUP_NAMES:
-        try:
-            value = getattr(module, name, None)
-        except Exception:  # of a property
-            continue
-        if isinstance(value, int) and not isinstance(value, bool):
-            return name
-    return None
+    return next(iter(held_ints(module, GROUP_NAMES)), None)
 
 
 def prove_grouped(
@@ -79,7 +72,7 @@ def prove_grouped(
         for dims in _DIMS:
             each = formula._replace(dims=(dims,))
             try:
-                fused = _classed(type(module), each)
+                fused = grouped_class(type(module), each)
                 matches[dims] = _prove(module, fused, each, like, channels, shared)
             except Refusal as reason:
                 refusal = refusal or reason
@@ -88,7 +81,7 @@ def prove_grouped(
         # Of one that takes images, two dimensions alone are not worth a class.
         if matches and (max(matches) > 2 or (refusal is not None and refusal.is_of_run)):
             found = matches.values()
-            after = _classed(type(module), formula._replace(dims=tuple(sorted(matches))))
+            after = grouped_class(type(module), formula._replace(dims=tuple(sorted(matches))))
             return after, Match(
                 max(match.ulps for match in found),
                 "once",
@@ -97,13 +90,6 @@ def prove_grouped(
             )
     assert refusal is not None
     raise refusal
-
-
-def _classed(original: type[nn.Module], formula: GroupedFormula) -> type[nn.Module]:
-    try:
-        return grouped_class(original, formula)
-    except Exception as error:  # of its metaclass or __init_subclass__
-        raise Refusal(f"its class refuses a subclass: {type(error).__name__}: {error}") from error
 
 
 def _channels(module: nn.Module, groups: int) -> int:

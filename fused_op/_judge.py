@@ -7,6 +7,8 @@ pixels, ``_gated_class.py`` for those with a gate, ``_grouped_proof.py`` for gro
 from __future__ import annotations
 
 import contextlib
+import inspect
+import operator
 from typing import Any
 
 import torch
@@ -86,8 +88,9 @@ def _judge(module: nn.Module, like: Tensor, shared: dict[int, Any]) -> Proof:
     if any(map(is_lazy, given)):
         raise Refusal("is lazy: run the model once, which gives its parameters their shapes")
     like = given[0] if given else like
-    shape = getattr(module, "normalized_shape", None) or (given[0].shape if given else (16,))
+    shape: Any = given[0].shape if given else (16,)
     try:
+        shape = _shape_of(module) or shape
         _check_structure(module)
         _check_kind(like, given)
         if like.is_meta:  # the proof uses a copy with random parameters on the CPU
@@ -97,12 +100,11 @@ def _judge(module: nn.Module, like: Tensor, shared: dict[int, Any]) -> Proof:
         proof = _prove_without_gate(module, like, shape, shared)
         return proof if given else _of_more_dtypes(proof, module, like, shape, shared)
     except Refusal as refusal:
-        cols = 16 if not shape else shape if isinstance(shape, int) else shape[-1]
-        raise explain(refusal, module, like, cols, shared) from None
+        raise explain(refusal, module, like, shape[-1] if shape else 16, shared) from None
 
 
 def _of_more_dtypes(
-    proof: Proof, module: nn.Module, like: Tensor, shape: Any, shared: dict[int, Any]
+    proof: Proof, module: nn.Module, like: Tensor, shape: tuple[int, ...], shared: dict[int, Any]
 ) -> Proof:
     """The class for rows of all dtypes with the same proof, where no parameter has a dtype."""
     formula = recipe_of(proof[0])
@@ -122,7 +124,7 @@ def _of_more_dtypes(
 
 
 def _prove_without_gate(
-    module: nn.Module, like: Tensor, shape: Any, shared: dict[int, Any]
+    module: nn.Module, like: Tensor, shape: tuple[int, ...], shared: dict[int, Any]
 ) -> Proof:
     """The proof of a norm over rows, channels or groups; that over groups first for PyTorch's."""
     refusal: Refusal | None = None
@@ -145,19 +147,18 @@ def _prove_without_gate(
 
 
 def _prove_of_rows_or_images(
-    module: nn.Module, like: Tensor, shape: Any, shared: dict[int, Any]
+    module: nn.Module, like: Tensor, shape: tuple[int, ...], shared: dict[int, Any]
 ) -> Proof:
     """The proof of a norm over the last dimensions, or else of one over the channels of images."""
     try:
         return _prove_one(module, like, shape, shared)
     except Refusal as refusal:
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        if len(sizes) != 1 or not (refusal.is_of_run or refusal.is_of_values):
+        if len(shape) != 1 or not (refusal.is_of_run or refusal.is_of_values):
             raise
-        ranks = image_ranks(module, like, sizes[0], shared)
+        ranks = image_ranks(module, like, shape[0], shared)
         try:
             if ranks:
-                return _prove_of_images(module, like, sizes, shared, ranks)
+                return _prove_of_images(module, like, shape, shared, ranks)
         except Refusal as of_images:
             if refusal.is_of_run:  # images are all that it takes
                 raise of_images from None
@@ -179,14 +180,14 @@ def _prove_of_images(
                 formula = recipe_of(after)
             elif innermost == formula.innermost:
                 each = formula._replace(images=(rank,))
-                fused = _subclassed(type(module), each)
+                fused = fused_class(type(module), each)
                 matches[rank] = prove(module, fused, each, like, channels, shared)
         except Refusal as reason:
             refusal = refusal or reason
     if formula is None:
         assert refusal is not None
         raise refusal
-    after = _subclassed(type(module), formula._replace(images=tuple(sorted(matches))))
+    after = fused_class(type(module), formula._replace(images=tuple(sorted(matches))))
     found = matches.values()
     worst = max(match.ulps for match in found), max(match.differing for match in found)
     return after, Match(worst[0], formula.rounding, worst[1])
@@ -195,7 +196,7 @@ def _prove_of_images(
 def _prove_one(
     module: nn.Module,
     like: Tensor,
-    shape: Any,
+    shape: tuple[int, ...],
     shared: dict[int, Any],
     candidates: list[Formula] | None = None,
 ) -> Proof:
@@ -209,7 +210,7 @@ def _prove_one(
         if any((f.norm, f.eps) != (formula.norm, formula.eps) for f in proofs):
             continue  # it is another formula, whatever its roundings
         try:
-            after = _subclassed(type(module), formula)
+            after = fused_class(type(module), formula)
             match = prove(module, after, formula, like, shape, shared)
         except Refusal as reason:
             refusal = refusal or reason
@@ -223,7 +224,9 @@ def _prove_one(
     return min(proofs.values(), key=lambda proof: proof[1].differing)
 
 
-def _prove_with_gate(module: nn.Module, like: Tensor, shape: Any, shared: dict[int, Any]) -> Proof:
+def _prove_with_gate(
+    module: nn.Module, like: Tensor, shape: tuple[int, ...], shared: dict[int, Any]
+) -> Proof:
     """The proof of the calls with a gate, and of those without one, if it may be left out."""
     alone: Proof | None = None
     parameter, eps_name = gate_parameter(type(module)), name_of_eps(module)
@@ -244,11 +247,27 @@ def _prove_with_gate(module: nn.Module, like: Tensor, shape: Any, shared: dict[i
     return alone if alone is not None and is_other else gated
 
 
-def _subclassed(original: type[nn.Module], formula: Formula) -> type[nn.Module]:
+def _shape_of(module: nn.Module) -> tuple[int, ...]:
+    """Its ``normalized_shape``; empty where it has none."""
+    shape = _attribute(module, "normalized_shape")
+    if shape is None:
+        return ()
     try:
-        return fused_class(original, formula)
-    except Exception as error:  # of its metaclass or __init_subclass__
-        raise Refusal(f"its class refuses a subclass: {type(error).__name__}: {error}") from error
+        sizes = tuple(map(operator.index, shape if isinstance(shape, (tuple, list)) else (shape,)))
+    except (TypeError, RuntimeError):  # the second of a tensor
+        found = type(shape).__name__
+        raise Refusal(f"its normalized_shape is a {found}, not one or several sizes") from None
+    if any(size < 1 for size in sizes):
+        raise Refusal("normalises no elements")
+    return sizes
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """It, or None where it is not there; a Refusal where a property raises."""
+    try:
+        return getattr(module, name, None)
+    except Exception as error:
+        raise Refusal(f"its {name} raises {type(error).__name__}: {error}") from error
 
 
 def _check_kind(like: Tensor, given: list[Tensor]) -> None:
@@ -268,6 +287,10 @@ def _check_structure(module: nn.Module) -> None:
         raise Refusal("is parametrized (torch.nn.utils.parametrize), by a class of its own")
     if "forward" in module.__dict__:
         raise Refusal("its forward is replaced on the instance")
+    try:
+        inspect.signature(type(module).forward)
+    except (TypeError, ValueError):  # of a builtin function
+        raise Refusal("its forward does not tell its arguments") from None
     if module._modules:
         raise Refusal("contains other modules")
     known = ("weight", "bias")
@@ -278,7 +301,7 @@ def _check_structure(module: nn.Module) -> None:
             f"has parameters other than weight and bias ({', '.join(extra)})", is_of_values=True
         )
     for name in known:
-        value = getattr(module, name, None)
+        value = _attribute(module, name)
         if value is None:
             continue
         if value is not module._parameters.get(name) and value is not module._buffers.get(name):

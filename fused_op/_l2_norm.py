@@ -51,7 +51,7 @@ def _check(input: Tensor, eps: float) -> None:
 def _fake_forward(input: Tensor, eps: float, save_stats: bool) -> tuple[Tensor, Tensor]:
     _check(input, eps)
     rows = math.prod(input.shape[:-1])
-    stats = input.new_empty((1, rows) if save_stats else 0, dtype=compute_dtype(input))
+    stats = input.new_empty((1, rows), dtype=compute_dtype(input))
     return input.new_empty(input.shape), stats if save_stats else input.new_empty(0)
 
 

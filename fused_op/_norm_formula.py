@@ -42,9 +42,6 @@ class Affine(NamedTuple):
 
 
 # norm, x, how many dimensions are normalised, eps, and what follows
-
-
-# norm, x, how many dimensions are normalised, eps, and what follows
 Normalize = Callable[[Norm, Tensor, int, float, Affine], Tensor]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ._fused_class import Formula
 from ._norm_formula import compute
-from ._options import Rounding, Shape, compute_dtype
+from ._options import Rounding, compute_dtype
 from ._probe import Refusal, check_side_effects, make_probe, run_forward
 
 BATCHES: tuple[tuple[int, ...], ...] = ((7,), (2, 5), (2, 3, 5))
@@ -62,7 +62,7 @@ def prove(
     fused: type[nn.Module],
     formula: Formula,
     like: Tensor,
-    shape: Shape,
+    shape: tuple[int, ...],
     shared: dict[int, Any],
 ) -> Match:
     """Compare a module's forward, and the gradients through it, with that of its fused class.
@@ -82,7 +82,6 @@ def prove(
     Raises:
         Refusal: they differ by more, or the original cannot be run.
     """
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if math.prod(shape) == 0:
         raise Refusal("normalises no elements")
     generator = torch.Generator(like.device).manual_seed(0)

@@ -168,7 +168,7 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor]:
     check_call(input, cos, sin, weight, eps, style, zero_centered, rounding)
     rows = math.prod(input.shape[:-1])
-    stats = input.new_empty((1, rows) if save_stats else 0, dtype=compute_dtype(input))
+    stats = input.new_empty((1, rows), dtype=compute_dtype(input))
     return input.new_empty(input.shape), stats if save_stats else input.new_empty(0)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import runpy
 import sys
-import threading
 from typing import Any
 
-from ._override import override_torch
+from ._override import TorchOverride, override_torch
 
 
 def add_run_command(commands: Any) -> None:
@@ -28,24 +28,25 @@ def add_run_command(commands: Any) -> None:
 
 
 def run_program(options: argparse.Namespace) -> int:
-    """Run the program under :func:`override_torch`; its errors and its exit are its own."""
+    """Run the program under :func:`override_torch`; its errors and its exit are its own.
+
+    The override ends with the process: the program's threads and ``atexit`` functions are a part of
+    it, and only Python's own exit ends the idle threads of a ``concurrent.futures`` pool.
+    """
+    override = override_torch(compiled=not options.keep_compiled)
+    atexit.register(_end, override, options.quiet)
     sys.argv = [options.program, *options.arguments]
-    with override_torch(compiled=not options.keep_compiled) as override:
-        try:
-            if options.is_module:
-                runpy.run_module(options.program, run_name="__main__", alter_sys=True)
-            else:  # as python does for a script, which runpy leaves to its caller
-                sys.path[0] = os.path.dirname(os.path.abspath(options.program))
-                runpy.run_path(options.program, run_name="__main__")
-        finally:
-            _await_threads()
-            if not options.quiet:
-                print(override.report(), file=sys.stderr)
+    if options.is_module:
+        runpy.run_module(options.program, run_name="__main__", alter_sys=True)
+        return 0
+    if not getattr(sys.flags, "safe_path", False):  # of Python 3.11 on
+        # As python does for a script, links followed, which runpy leaves to its caller.
+        sys.path[0] = os.path.dirname(os.path.realpath(options.program))
+    runpy.run_path(options.program, run_name="__main__")
     return 0
 
 
-def _await_threads() -> None:
-    """Wait for the threads that Python would wait for at its exit: they are part of the program."""
-    this = threading.current_thread()
-    while others := [t for t in threading.enumerate() if not t.daemon and t is not this]:
-        others[0].join()
+def _end(override: TorchOverride, is_quiet: bool) -> None:
+    override.undo()
+    if not is_quiet:
+        print(override.report(), file=sys.stderr)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from ._arguments import check_bools
 from ._block import Block, fuse_blocks
 from ._fused_class import is_fused
 from ._judge import Verdict, judge_once, name_of_eps
@@ -141,9 +142,10 @@ def convert(
         names in the model is listed under the first.
 
     Raises:
-        TypeError: ``model`` is not a module, or a selection has the wrong type.
+        TypeError: ``model`` is not a module, or another argument has the wrong type.
         ValueError: a pattern matches no norm.
     """
+    check_bools("convert", residual=residual, modulation=modulation)
     norms = _norms("convert", model)
     included = _selection("include", include, norms)
     excluded = _selection("exclude", exclude, norms)

@@ -68,7 +68,7 @@ def _do_nothing(module: nn.Module, args: Any) -> None:
 
 
 class _Extras:
-    """The options that PyTorch's modules do not have.
+    """The options that PyTorch's modules do not have: put before one in the bases of a class.
 
     As class attributes, because instances that ``convert`` changed have no others.
     """
@@ -97,9 +97,16 @@ class _Extras:
         if self.zero_centered or self.rounding != "once" or self.out_dtype is not None:
             self.register_forward_pre_hook(_do_nothing)
 
-    def _extras_repr(self) -> str:
-        """The options that are not the default."""
-        return "".join(
+    def reset_parameters(self: Any) -> None:
+        """Set the factor to 1 and the bias to 0."""
+        super().reset_parameters()  # type: ignore[misc]
+        if self.zero_centered and self.weight is not None:
+            nn.init.zeros_(self.weight)
+
+    def extra_repr(self) -> str:
+        """The arguments of the constructor; of the options those that are not the default."""
+        shown: str = super().extra_repr()  # type: ignore[misc]
+        return shown + "".join(
             f", {name}={getattr(self, name)!r}"
             for name in _Extras.__annotations__
             if getattr(self, name) != getattr(_Extras, name)
@@ -165,16 +172,6 @@ class FusedLayerNorm(_Extras, nn.LayerNorm):
         check_eps(type(self).__name__, eps)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self._keep_off_fast_paths()
-
-    def reset_parameters(self) -> None:
-        """Set the factor to 1 and the bias to 0."""
-        super().reset_parameters()
-        if self.zero_centered and self.weight is not None:
-            nn.init.zeros_(self.weight)
-
-    def extra_repr(self) -> str:
-        """The arguments of the constructor."""
-        return super().extra_repr() + self._extras_repr()
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise input."""
@@ -247,16 +244,6 @@ class FusedRMSNorm(_Extras, nn.RMSNorm):
             check_eps(type(self).__name__, eps)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self._keep_off_fast_paths()
-
-    def reset_parameters(self) -> None:
-        """Set the factor to 1."""
-        super().reset_parameters()
-        if self.zero_centered and self.weight is not None:
-            nn.init.zeros_(self.weight)
-
-    def extra_repr(self) -> str:
-        """The arguments of the constructor."""
-        return super().extra_repr() + self._extras_repr()
 
     def forward(self, x: Tensor) -> Tensor:  # the name that nn.RMSNorm gives it
         """Normalise x."""

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ..convert import Report, Select, convert
+from ..modules import CONVERTED
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +38,21 @@ class FusedNorms(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_init_end(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
     ) -> None:
-        """Convert the model; a trainer that makes one per trial has none here."""
+        """Convert the model that the trainer was made with."""
         if model is not None:
             self._convert(model)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
     ) -> None:
-        """Convert the model of a callback that was added later, or of a trial."""
-        if self.report is None and model is not None:
+        """Convert the model of a callback that was added later, or a new one of ``model_init``."""
+        if model is not None and (self.report is None or not _is_converted(model)):
             self._convert(model)
 
     def _convert(self, model: nn.Module) -> None:
         self.report = convert(model, include=self._include, exclude=self._exclude)
         logger.info("fused_op: %s", self.report)
+
+
+def _is_converted(model: nn.Module) -> bool:
+    return any(CONVERTED in module.__dict__ for module in model.modules())

@@ -178,6 +178,9 @@ def test_callback_converts_once_and_before_training() -> None:
     assert report is not None and len(report.converted) == 4
     callback.on_train_begin(None, None, None, model=model)
     assert callback.report is report
+    trial = tiny_llama()  # of model_init, which the trainer calls again when it begins to train
+    callback.on_train_begin(None, None, None, model=trial)
+    assert callback.report is not report and callback.report == report
     late = FusedNorms()  # added to a trainer that exists
     late.on_init_end(None, None, None)
     late.on_train_begin(None, None, None, model=model)

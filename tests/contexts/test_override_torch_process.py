@@ -135,6 +135,28 @@ def test_run_awaits_the_program_s_threads(tmp_path) -> None:
     assert run.stderr == "fused_op took 1 calls of aten::native_layer_norm\n"
 
 
+POOL = """
+import torch
+from pool import pool
+
+print(pool.submit(torch.nn.functional.layer_norm, torch.randn(2, 8), (8,)).result().shape[0])
+"""
+
+
+@pytest.mark.slow
+def test_run_of_a_link_whose_pool_stays_open(tmp_path) -> None:
+    """Catches a wait for idle threads of a pool, which Python ends; and a path of the link."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "program.py").write_text(POOL)
+    pool = "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(1)"
+    (tmp_path / "code" / "pool.py").write_text(pool)
+    (tmp_path / "link.py").symlink_to(tmp_path / "code" / "program.py")
+    command = [sys.executable, "-m", "fused_op", "run", str(tmp_path / "link.py")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout) == (0, "2\n"), run.stderr
+    assert run.stderr == "fused_op took 1 calls of aten::native_layer_norm\n"
+
+
 def test_every_device_is_overridden() -> None:
     """Catches a build for CUDA that leaves the GPU to PyTorch: no CPU call would show it."""
     with fused_op.override_torch() as override:

@@ -181,6 +181,50 @@ def test_revert_copy_and_pickle() -> None:
     assert convert(model, residual=True).blocks == ()  # nothing is left to do
 
 
+def patched(self: PostNorm, x: Tensor, y: Tensor) -> Tensor:
+    x = self.norm(x + y)
+    return 2 * x
+
+
+def test_forward_that_the_class_got_later(monkeypatch) -> None:
+    """Catches a block that runs what its class was before another forward was put into it."""
+    convert(before := PostNorm(), residual=True)
+    monkeypatch.setattr(PostNorm, "forward", patched)
+    assert type(copy.deepcopy(before)) is type(before)
+    model, x = PostNorm(), torch.randn(2, 2, 16)
+    expected = model(*x)
+    assert additions(convert(model, residual=True)) == {"PostNorm": 1}
+    torch.testing.assert_close(model(*x), expected)
+
+
+def test_norm_of_two_names() -> None:
+    """Catches an addition that stays because the block calls its norm by another name."""
+    model = PreNorm()
+    model.second = model.first
+    assert additions(convert(model, residual=True)) == {"PreNorm": 1}
+
+
+def test_class_that_was_changed_since() -> None:
+    """Catches a wrapper, such as that of fully_shard, which a second conversion takes away."""
+    model = PreNorm()
+    convert(model, residual=True)
+    model.__class__ = wrapped = type("Wrapped", (type(model),), {})
+    report = convert(model, residual=True, modulation=True)
+    assert type(model) is wrapped
+    assert report.blocks[0].reason == "its class was changed after convert: undo that first"
+
+
+def test_instance_made_by_the_class_of_a_converted_block() -> None:
+    """Catches a KeyError: models make layers of the class that other layers have."""
+    first = PreNorm()
+    convert(first, residual=True)
+    second = type(first)()
+    assert convert(second, residual=True).blocks == ()
+    convert(second, residual=True, modulation=True)
+    revert(second)
+    assert [type(m) for m in second.modules()] == [type(m) for m in PreNorm().modules()]
+
+
 @pytest.mark.parametrize("kind", ["forward", "pre", "backward", "global"])
 def test_hooks_of_a_norm_run(kind: str) -> None:
     """Catches a norm that is no longer called where something waits for its call."""

@@ -90,12 +90,10 @@ struct Recorded {
     if (tensors.residual) {
       options.residual_dtype = tensors.residual->scalar_type();
     }
-    options.param_dtype = tensors.weight ? tensors.weight->scalar_type()
-                          : tensors.bias ? tensors.bias->scalar_type()
-                                         : options.input_dtype;
+    options.param_dtype = given_dtype(tensors.weight, tensors.bias, options.input_dtype);
     // If weight and bias differ in dtype, autograd rounds each gradient to its own.
     if (tensors.bias && tensors.bias->scalar_type() != options.param_dtype) {
-      options.param_dtype = options.input_dtype == at::kDouble ? at::kDouble : at::kFloat;
+      options.param_dtype = stats_dtype(options.input_dtype);
     }
   }
 
@@ -111,9 +109,8 @@ OptionalTensor optional(const at::Tensor& tensor) {
 
 // Below: calls into Python, for gradients that need more than a kernel.
 
-py::object wrap(const at::Tensor& tensor) {
-  return tensor.defined() ? py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor))
-                          : py::none();
+py::object wrap(const at::Tensor& tensor) {  // None, if undefined
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
 }
 py::object wrap(const OptionalTensor& tensor) { return wrap(defined_or(tensor)); }
 py::object wrap(at::ScalarType dtype) {
@@ -129,8 +126,7 @@ FourTensors backward_in_python(const BackwardTensors& tensors, const Recorded& r
   const py::object python_options =
       py::module_::import("fused_op._options")
           .attr("BackwardOptions")(
-              options.norm == NormKind::kLayerNorm ? "layer_norm" : "rms_norm",
-              options.normalized_ndim, recorded.eps, options.zero_centered,
+              name_of(options.norm), options.normalized_ndim, recorded.eps, options.zero_centered,
               name_of(options.rounding), options.dropout_p, options.x_is_output,
               wrap(options.input_dtype),
               options.residual_dtype ? wrap(*options.residual_dtype) : py::none(),

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <memory>
 #include <mutex>
 #include <string>
 
@@ -327,8 +326,9 @@ void channels_first_backward(ChannelsFirstBackwardArgs& args, at::Device device)
 
 void group_norm_forward(const GroupNormForwardArgs& args, at::Device device) {
   if (device.is_cpu()) {
-    const std::unique_ptr<double[]> work(new double[cpu::forward_doubles(args)]);
-    run_groups(args, work.get(), loops().group_norm_forward);
+    Workspace workspace(device);
+    const auto bytes = static_cast<std::size_t>(cpu::forward_doubles(args)) * sizeof(double);
+    run_groups(args, static_cast<double*>(workspace.allocate(bytes)), loops().group_norm_forward);
     return;
   }
 #ifdef FUSED_OP_WITH_CUDA

@@ -1,5 +1,5 @@
-// The border between tensors and kernels: picks CPU or CUDA by device. norm.cpp calls it. Behind it
-// there are only plain structs and raw pointers (core/norm_args.h).
+// The border between tensors and kernels: picks CPU or CUDA by device. norm.cpp and the variants
+// call it. Behind it there are only plain structs and raw pointers (core/norm_args.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,6 +18,11 @@ namespace fused_op::backend {
 // Uninitialised and contiguous, straight from the device's caching allocator. at::empty goes
 // through the dispatcher first, which costs a small call more than its kernel does.
 at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device);
+// Undefined if not wanted.
+inline at::Tensor empty_if(bool is_wanted, at::IntArrayRef sizes, at::ScalarType dtype,
+                           at::Device device) {
+  return is_wanted ? empty(sizes, dtype, device) : at::Tensor();
+}
 
 // Seed and offset for one dropout mask, [2] i64, drawn from the device's default generator. The
 // numbers are the same wherever they are stored. They are stored on the CPU, which costs no launch,

@@ -52,8 +52,8 @@ class CallKeys {
 };
 
 // Releases the interpreter during long calls, so that other Python threads run. For short calls
-// that costs time and gains nothing. (The nodes of autograd.cpp and
-// variant_call.cpp do not hold the interpreter.)
+// that costs time and gains nothing. (Backward of the nodes of autograd.cpp and variant_call.cpp
+// does not hold the interpreter.)
 class ReleasedInterpreter {
  public:
   explicit ReleasedInterpreter(const at::Tensor& x) {

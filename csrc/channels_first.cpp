@@ -3,8 +3,6 @@
 // channels are innermost to the norms of rows.
 #include "core/channels_first.h"
 
-#include <cmath>
-
 #include "backend.h"
 #include "checks.h"
 #include "kernel_arguments.h"
@@ -25,11 +23,9 @@ struct ImageOptions {
 };
 
 ImageOptions parse_options(std::string_view norm, std::optional<std::string_view> activation) {
-  TORCH_CHECK_VALUE(!activation || *activation == "silu",
-                    "fused_op: activation must be 'silu' or None, got '", activation.value_or(""),
-                    "'");
+  const bool silu = parse_silu(activation);
   const NormKind kind = parse_norm(norm);
-  return {kind == NormKind::kRmsNorm ? NormKind::kBiasedRmsNorm : kind, activation.has_value()};
+  return {kind == NormKind::kRmsNorm ? NormKind::kBiasedRmsNorm : kind, silu};
 }
 
 const char* op_name(const ImageOptions& options) {
@@ -66,17 +62,13 @@ ImageShape check_images(const char* op, const Images& images) {
 }
 
 void check_image_memory(const char* op, const Images& images) {
-  check_memory(op, "input", images.input);
-  check_memory(op, "weight", images.weight);
-  check_memory(op, "bias", images.bias);
+  check_all_memory(op, {{"input", &images.input},
+                        {"weight", pointer_to(images.weight)},
+                        {"bias", pointer_to(images.bias)}});
 }
 
 at::ScalarType param_dtype_of(const Images& images) {
-  const at::ScalarType input = images.input.scalar_type();
-  const at::ScalarType given = images.weight ? images.weight->scalar_type()
-                               : images.bias ? images.bias->scalar_type()
-                                             : input;
-  return kernel_param_dtype(input, given, images.weight, images.bias, false);
+  return kernel_param_dtype(images.input.scalar_type(), images.weight, images.bias);
 }
 
 // What forward and backward fill in alike.
@@ -104,16 +96,13 @@ std::tuple<at::Tensor, at::Tensor> channels_first_forward(
     bool save_stats) {
   const ImageOptions options = parse_options(norm, activation);
   const char* const op = op_name(options);
-  TORCH_CHECK_VALUE(std::isfinite(eps), op, ": eps must be finite, got ", eps);
+  check_eps(op, eps);
   const Images images{input, weight, bias};
   const ImageShape shape = check_images(op, images);
   const at::ScalarType dtype = input.scalar_type();
   const at::Tensor output = backend::empty(input.sizes(), dtype, input.device());
-  at::Tensor stats;
-  if (save_stats) {
-    const std::int64_t rows = stats_rows(options.norm);
-    stats = backend::empty({rows, shape.rows}, stats_dtype(dtype), input.device());
-  }
+  const at::Tensor stats = backend::empty_if(save_stats, {stats_rows(options.norm), shape.rows},
+                                             stats_dtype(dtype), input.device());
   if (shape.empty()) {
     return {output, save_stats ? stats.zero_() : nothing_like(input)};
   }
@@ -128,7 +117,7 @@ std::tuple<at::Tensor, at::Tensor> channels_first_forward(
   args.stats = pointer(stats);
   args.eps = eps;
   backend::channels_first_forward(args, input.device());
-  return {output, save_stats ? stats : nothing_like(input)};
+  return {output, or_nothing(stats, input)};
 }
 
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
@@ -139,13 +128,12 @@ Gradients run_backward(const at::Tensor& grad_output, const Images& images, cons
                        std::array<bool, 3> wanted) {
   const at::Tensor& input = images.input;
   const at::ScalarType param_dtype = param_dtype_of(images);
-  const auto empty = [&](bool is_wanted, at::IntArrayRef sizes, at::ScalarType dtype) {
-    return is_wanted ? backend::empty(sizes, dtype, input.device()) : at::Tensor();
-  };
   const at::IntArrayRef channels = input.sizes().slice(1, 1);
-  const at::Tensor grad_input = empty(wanted[0], input.sizes(), input.scalar_type());
-  const at::Tensor grad_weight = empty(wanted[1], channels, param_dtype);
-  const at::Tensor grad_bias = empty(wanted[2], channels, param_dtype);
+  const at::Device device = input.device();
+  const at::Tensor grad_input =
+      backend::empty_if(wanted[0], input.sizes(), input.scalar_type(), device);
+  const at::Tensor grad_weight = backend::empty_if(wanted[1], channels, param_dtype, device);
+  const at::Tensor grad_bias = backend::empty_if(wanted[2], channels, param_dtype, device);
   if (shape.empty()) {
     for (const at::Tensor& sums : {grad_weight, grad_bias}) {
       if (sums.defined()) {
@@ -180,12 +168,7 @@ Gradients channels_first_backward(const at::Tensor& grad_output, const at::Tenso
   const ImageOptions options = parse_options(norm, activation);
   const Images images{input, weight, bias};
   const ImageShape shape = check_images(op, images);
-  check_rows(op, "grad_output", grad_output);
-  check_device(op, "grad_output", grad_output, input);
-  check_same_shape(op, "grad_output", grad_output, input);
-  TORCH_CHECK(grad_output.scalar_type() == input.scalar_type(), op,
-              ": grad_output must have the dtype of input, ", input.scalar_type(), ", got ",
-              grad_output.scalar_type());
+  check_grad(op, "grad_output", grad_output, input);
   check_stats(op, stats, options.norm, input, shape.rows);
   if (!shape.empty()) {
     check_image_memory(op, images);

@@ -57,15 +57,6 @@ void check_backward_dtypes(const char* op, const BackwardTensors& tensors,
   check_param_dtype(op, "param_dtype", options.param_dtype);
 }
 
-void check_grad_sum(const char* op, const at::Tensor& grad_sum, const at::Tensor& x) {
-  check_rows(op, "grad_sum", grad_sum);
-  TORCH_CHECK(grad_sum.scalar_type() == x.scalar_type(), op,
-              ": grad_sum must have the dtype of input, ", x.scalar_type(), ", got ",
-              grad_sum.scalar_type());
-  check_device(op, "grad_sum", grad_sum, x);
-  check_same_shape(op, "grad_sum", grad_sum, x);
-}
-
 }  // namespace
 
 void check_residual_kind(const char* op, const at::Tensor& residual, const at::Tensor& input,
@@ -101,6 +92,13 @@ Rounding parse_rounding(std::string_view rounding) {
 
 std::string_view name_of(Rounding rounding) {
   return rounding == Rounding::kOnce ? "once" : "before_weight";
+}
+
+bool parse_silu(std::optional<std::string_view> activation) {
+  TORCH_CHECK_VALUE(!activation || *activation == "silu",
+                    "fused_op: activation must be 'silu' or None, got '", activation.value_or(""),
+                    "'");
+  return activation.has_value();
 }
 
 const char* op_name(NormKind norm, bool adds_residual) {
@@ -170,6 +168,21 @@ void check_same_shape(const char* op, const char* name, const at::Tensor& tensor
               input.sizes(), ", got ", tensor.sizes());
 }
 
+void check_precision(const char* op, const char* name, const at::Tensor& tensor,
+                     const at::Tensor& input) {
+  TORCH_CHECK((tensor.scalar_type() == at::kDouble) == (input.scalar_type() == at::kDouble), op,
+              ": ", name, " of ", tensor.scalar_type(), " does not fit input of ",
+              input.scalar_type(), ": both or none must be float64");
+}
+
+void check_grad(const char* op, const char* name, const at::Tensor& grad, const at::Tensor& input) {
+  check_rows(op, name, grad);
+  check_device(op, name, grad, input);
+  check_same_shape(op, name, grad, input);
+  TORCH_CHECK(grad.scalar_type() == input.scalar_type(), op, ": ", name,
+              " must have the dtype of input, ", input.scalar_type(), ", got ", grad.scalar_type());
+}
+
 void check_param_shape(const char* op, const char* name, const OptionalTensor& param,
                        at::IntArrayRef normalized_shape, const at::Tensor& input) {
   TORCH_CHECK(!param || param->sizes() == normalized_shape, op, ": Expected ", name,
@@ -209,8 +222,12 @@ void check_memory(const char* op, const char* name, const OptionalTensor& tensor
   }
 }
 
+void check_eps(const char* op, double eps) {
+  TORCH_CHECK_VALUE(std::isfinite(eps), op, ": eps must be finite, got ", eps);
+}
+
 void check_kinds(const char* op, const NormTensors& tensors, const NormOptions& options) {
-  TORCH_CHECK_VALUE(std::isfinite(options.eps), op, ": eps must be finite, got ", options.eps);
+  check_eps(op, options.eps);
   const at::Tensor& input = tensors.input;
   check_rows(op, "input", input);
   if (tensors.residual) {
@@ -259,7 +276,7 @@ void check_call(const char* op, const BackwardTensors& tensors, const BackwardOp
   const Shape shape = checked_shape(op, x, options.normalized_ndim);
   check_same_shape(op, "grad_output", tensors.grad_output, x);
   if (tensors.grad_sum) {
-    check_grad_sum(op, *tensors.grad_sum, x);
+    check_grad(op, "grad_sum", *tensors.grad_sum, x);
   }
   check_backward_dtypes(op, tensors, options);
   check_param_kind(op, "weight", tensors.weight, x);

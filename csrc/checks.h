@@ -39,6 +39,11 @@ bool can_cast(const NormTensors& tensors);
 // Whether input and residual share one gradient.
 bool shares_gradient(const BackwardOptions& options);
 
+// "silu" or nothing: whether there is an activation behind the norm.
+bool parse_silu(std::optional<std::string_view> activation);
+
+void check_eps(const char* op, double eps);
+
 // Checks eps, layouts, dtypes and devices, for every kind of tensor, including fake, sharded and
 // transformed ones.
 void check_kinds(const char* op, const NormTensors& tensors, const NormOptions& options);
@@ -57,6 +62,11 @@ void check_device(const char* op, const char* name, const at::Tensor& tensor,
                   const at::Tensor& input);
 void check_same_shape(const char* op, const char* name, const at::Tensor& tensor,
                       const at::Tensor& input);
+// f64 goes only with f64.
+void check_precision(const char* op, const char* name, const at::Tensor& tensor,
+                     const at::Tensor& input);
+// All four: that a gradient is like the input.
+void check_grad(const char* op, const char* name, const at::Tensor& grad, const at::Tensor& input);
 void check_param_shape(const char* op, const char* name, const OptionalTensor& param,
                        at::IntArrayRef normalized_shape, const at::Tensor& input);
 void check_stats(const char* op, const at::Tensor& stats, NormKind norm, const at::Tensor& x,

@@ -10,19 +10,10 @@
 #include <utility>
 
 #include "checks.h"
+#include "variant.h"
 
 namespace fused_op {
 namespace {
-
-// AOTInductor cannot represent an undefined result.
-template <typename Results>
-Results defined(Results&& results, const at::Tensor& like) {
-  const auto define = [&](at::Tensor& tensor) {
-    tensor = tensor.defined() ? tensor : like.new_empty({0});
-  };
-  std::apply([&](auto&... result) { (define(result), ...); }, results);
-  return std::move(results);
-}
 
 ThreeTensors norm_forward_op(std::string_view norm, const at::Tensor& input,
                              const OptionalTensor& residual, const OptionalTensor& weight,
@@ -30,17 +21,17 @@ ThreeTensors norm_forward_op(std::string_view norm, const at::Tensor& input,
                              std::int64_t normalized_ndim, double eps, bool zero_centered,
                              std::string_view rounding, double dropout_p,
                              OptionalDtype output_dtype, OptionalDtype sum_dtype, bool save_stats) {
-  return defined(norm_forward({input, residual, weight, bias, rng_state},
-                              {.norm = parse_norm(norm),
-                               .normalized_ndim = normalized_ndim,
-                               .eps = eps,
-                               .zero_centered = zero_centered,
-                               .rounding = parse_rounding(rounding),
-                               .dropout_p = dropout_p,
-                               .output_dtype = output_dtype,
-                               .sum_dtype = sum_dtype,
-                               .save_stats = save_stats}),
-                 input);
+  return or_nothing(norm_forward({input, residual, weight, bias, rng_state},
+                                 {.norm = parse_norm(norm),
+                                  .normalized_ndim = normalized_ndim,
+                                  .eps = eps,
+                                  .zero_centered = zero_centered,
+                                  .rounding = parse_rounding(rounding),
+                                  .dropout_p = dropout_p,
+                                  .output_dtype = output_dtype,
+                                  .sum_dtype = sum_dtype,
+                                  .save_stats = save_stats}),
+                    input);
 }
 
 FourTensors norm_backward_op(std::string_view norm, const at::Tensor& grad_output,
@@ -51,18 +42,18 @@ FourTensors norm_backward_op(std::string_view norm, const at::Tensor& grad_outpu
                              std::string_view rounding, double dropout_p, bool x_is_output,
                              at::ScalarType input_dtype, OptionalDtype residual_dtype,
                              at::ScalarType param_dtype, std::array<bool, 4> wanted) {
-  return defined(norm_backward({grad_output, grad_sum, x, weight, bias, stats, rng_state},
-                               {.norm = parse_norm(norm),
-                                .normalized_ndim = normalized_ndim,
-                                .zero_centered = zero_centered,
-                                .rounding = parse_rounding(rounding),
-                                .dropout_p = dropout_p,
-                                .x_is_output = x_is_output,
-                                .input_dtype = input_dtype,
-                                .residual_dtype = residual_dtype,
-                                .param_dtype = param_dtype,
-                                .wanted = wanted}),
-                 grad_output);
+  return or_nothing(norm_backward({grad_output, grad_sum, x, weight, bias, stats, rng_state},
+                                  {.norm = parse_norm(norm),
+                                   .normalized_ndim = normalized_ndim,
+                                   .zero_centered = zero_centered,
+                                   .rounding = parse_rounding(rounding),
+                                   .dropout_p = dropout_p,
+                                   .x_is_output = x_is_output,
+                                   .input_dtype = input_dtype,
+                                   .residual_dtype = residual_dtype,
+                                   .param_dtype = param_dtype,
+                                   .wanted = wanted}),
+                    grad_output);
 }
 
 // The arguments of these ops, in the order of the schemas.

@@ -1,6 +1,5 @@
 // The gated RMS norm: the norm kernels with a gate before or after the norm. A kernel's row is one
 // group of columns of a tensor's row.
-#include <cmath>
 #include <optional>
 
 #include "backend.h"
@@ -47,9 +46,7 @@ void check_tensors(const char* op, const at::Tensor& input, const at::Tensor& ga
   check_rows(op, "gate", gate);
   check_device(op, "gate", gate, input);
   check_same_shape(op, "gate", gate, input);
-  TORCH_CHECK((gate.scalar_type() == at::kDouble) == (input.scalar_type() == at::kDouble), op,
-              ": gate of ", gate.scalar_type(), " does not fit input of ", input.scalar_type(),
-              ": both or none must be float64");
+  check_precision(op, "gate", gate, input);
   check_param_kind(op, "weight", weight, input);
   check_param_shape(op, "weight", weight, shape.normalized, input);
   const std::int64_t size = options.group_size.value_or(shape.cols);
@@ -57,15 +54,6 @@ void check_tensors(const char* op, const at::Tensor& input, const at::Tensor& ga
               ": group_size must divide the last dimension of input, ", shape.cols, ", got ", size);
   TORCH_CHECK(size == shape.cols || shape.rows * (shape.cols / size) < std::int64_t{1} << 31, op,
               ": there are more than 2^31 groups");
-}
-
-// Rows may be read at two strides. If any are, all must be whole vectors; see readable_rows().
-RowAccess access_of(std::initializer_list<const at::Tensor*> tensors, const Shape& shape) {
-  RowAccess access{.may_be_split = true, .most_split_bytes = kMostGroupBytes};
-  for (const at::Tensor* const tensor : tensors) {
-    access.in_vectors = access.in_vectors || is_split(*tensor, shape, kMostGroupBytes);
-  }
-  return access;
 }
 
 Gate make_gate(const at::Tensor& gate, const Shape& shape, const GatedOptions& options,
@@ -105,12 +93,12 @@ void run_forward(const at::Tensor& input, const at::Tensor& gate, const Optional
                  const GatedOptions& options, double eps, const at::Tensor& output,
                  const at::Tensor& stats) {
   const Shape shape(input, 1);
-  const RowAccess access = access_of({&input, &gate}, shape);
+  const RowAccess access = access_of({&input, &gate}, shape, kMostGroupBytes);
   const Borrowed rows = readable_rows(input, shape, access);
   const Borrowed gates = readable_rows(gate, shape, access);
   const at::ScalarType dtype = input.scalar_type();
-  const at::ScalarType param_dtype = kernel_param_dtype(
-      dtype, weight ? weight->scalar_type() : dtype, weight, std::nullopt, options.zero_centered);
+  const at::ScalarType param_dtype =
+      kernel_param_dtype(dtype, weight, std::nullopt, options.zero_centered);
   const Parameters parameters(weight, std::nullopt, options.zero_centered, param_dtype);
 
   GatedForwardArgs args;
@@ -136,16 +124,14 @@ Results forward(const at::Tensor& input, const at::Tensor& gate, const OptionalT
   const at::Tensor x = grouped(input, options.group_size);
   const Shape shape(x, 1);
   const at::Tensor output = backend::empty(input.sizes(), input.scalar_type(), input.device());
-  at::Tensor stats;
-  if (save_stats) {
-    stats = backend::empty({1, shape.rows}, stats_dtype(input.scalar_type()), input.device());
-  }
+  const at::Tensor stats = backend::empty_if(save_stats, {1, shape.rows},
+                                             stats_dtype(input.scalar_type()), input.device());
   if (shape.empty()) {
     return {output, save_stats ? stats.zero_() : nothing_like(input)};
   }
   if (!takes_in_turn(input, gate, weight, shape)) {
     run_forward(x, grouped(gate, options.group_size), weight, options, eps, output, stats);
-    return {output, save_stats ? stats : nothing_like(input)};
+    return {output, or_nothing(stats, input)};
   }
   const std::int64_t size = shape.cols;
   const std::int64_t groups = input.size(-1) / size;
@@ -158,7 +144,7 @@ Results forward(const at::Tensor& input, const at::Tensor& gate, const OptionalT
       stats.view({-1, groups}).select(1, g).copy_(part_stats.view(-1));
     }
   }
-  return {output, save_stats ? stats : nothing_like(input)};
+  return {output, or_nothing(stats, input)};
 }
 
 struct GatedTensors {
@@ -177,7 +163,7 @@ void run_backward(const GatedTensors& tensors, const GatedOptions& options,
   const at::Tensor z = grouped(tensors.gate, options.group_size);
   const at::Tensor dy = grouped(tensors.grad_output, options.group_size);
   const Shape shape(x, 1);
-  const RowAccess access = access_of({&x, &z, &dy}, shape);
+  const RowAccess access = access_of({&x, &z, &dy}, shape, kMostGroupBytes);
   const Borrowed rows = readable_rows(x, shape, access);
   const Borrowed gates = readable_rows(z, shape, access);
   const Borrowed grads = readable_rows(dy, shape, access);
@@ -212,16 +198,15 @@ Gradients backward(const GatedTensors& tensors, const GatedOptions& options,
                    std::array<bool, 3> wanted) {
   const auto& [grad_output, input, gate, weight, stats] = tensors;
   const at::Device device = input.device();
-  const auto empty = [&](bool is_wanted, at::IntArrayRef sizes, at::ScalarType dtype) {
-    return is_wanted ? backend::empty(sizes, dtype, device) : at::Tensor();
-  };
-  const at::ScalarType weight_dtype = weight ? weight->scalar_type() : input.scalar_type();
-  const at::ScalarType param_dtype = kernel_param_dtype(input.scalar_type(), weight_dtype, weight,
-                                                        std::nullopt, options.zero_centered);
-  const at::Tensor grad_input = empty(wanted[0], input.sizes(), input.scalar_type());
-  const at::Tensor grad_gate = empty(wanted[1], gate.sizes(), gate.scalar_type());
+  const at::ScalarType weight_dtype = given_dtype(weight, std::nullopt, input.scalar_type());
+  const at::ScalarType param_dtype =
+      kernel_param_dtype(input.scalar_type(), weight, std::nullopt, options.zero_centered);
+  const at::Tensor grad_input =
+      backend::empty_if(wanted[0], input.sizes(), input.scalar_type(), device);
+  const at::Tensor grad_gate =
+      backend::empty_if(wanted[1], gate.sizes(), gate.scalar_type(), device);
   const at::Tensor grad_weight =
-      empty(wanted[2], input.sizes().slice(input.dim() - 1), param_dtype);
+      backend::empty_if(wanted[2], input.sizes().slice(input.dim() - 1), param_dtype, device);
   const at::Tensor x = grouped(input, options.group_size);
   const Shape shape(x, 1);
   if (shape.empty()) {
@@ -264,7 +249,7 @@ Results gated_rms_norm_forward(const at::Tensor& input, const at::Tensor& gate,
   const char* const op = "fused_gated_rms_norm";
   const GatedOptions options =
       parse_options(group_size, activation, gate_first, zero_centered, rounding);
-  TORCH_CHECK_VALUE(std::isfinite(eps), op, ": eps must be finite, got ", eps);
+  check_eps(op, eps);
   check_tensors(op, input, gate, weight, options);
   check_all_memory(op, {{"input", &input}, {"gate", &gate}, {"weight", pointer_to(weight)}});
   return forward(input, gate, weight, options, eps, save_stats);
@@ -279,24 +264,14 @@ Gradients gated_rms_norm_backward(const at::Tensor& grad_output, const at::Tenso
   const GatedOptions options =
       parse_options(group_size, activation, gate_first, zero_centered, rounding);
   check_tensors(op, input, gate, weight, options);
-  check_rows(op, "grad_output", grad_output);
-  check_device(op, "grad_output", grad_output, input);
-  check_same_shape(op, "grad_output", grad_output, input);
-  TORCH_CHECK(grad_output.scalar_type() == input.scalar_type(), op,
-              ": grad_output must have the dtype of input, ", input.scalar_type(), ", got ",
-              grad_output.scalar_type());
+  check_grad(op, "grad_output", grad_output, input);
   check_stats(op, stats, NormKind::kRmsNorm, input, Shape(grouped(input, group_size), 1).rows);
   check_all_memory(op, {{"grad_output", &grad_output},
                         {"input", &input},
                         {"gate", &gate},
                         {"stats", &stats},
                         {"weight", pointer_to(weight)}});
-  auto [grad_input, grad_gate, grad_weight] =
-      backward({grad_output, input, gate, weight, stats}, options, wanted);
-  const auto defined = [&](at::Tensor& gradient) {
-    return gradient.defined() ? std::move(gradient) : nothing_like(input);
-  };
-  return {defined(grad_input), defined(grad_gate), defined(grad_weight)};
+  return or_nothing(backward({grad_output, input, gate, weight, stats}, options, wanted), input);
 }
 
 }  // namespace

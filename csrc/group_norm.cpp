@@ -2,8 +2,6 @@
 // a sample, and silu behind it: core/group_norm.h. fused_op/_group_norm.py is the other half.
 #include "core/group_norm.h"
 
-#include <cmath>
-
 #include "backend.h"
 #include "checks.h"
 #include "kernel_arguments.h"
@@ -29,29 +27,16 @@ struct GroupNormCall {
   std::int64_t channels() const { return input.size(1); }
   std::int64_t pixels() const { return c10::multiply_integers(input.sizes().slice(2)); }
   at::ScalarType param_dtype() const {
-    const at::ScalarType dtype = input.scalar_type();
-    const at::ScalarType given = weight ? weight->scalar_type()
-                                 : bias ? bias->scalar_type()
-                                        : dtype;
-    return kernel_param_dtype(dtype, given, weight, bias, false);
+    return kernel_param_dtype(input.scalar_type(), weight, bias);
   }
   // The dtype in which kernels read scale and shift.
   at::ScalarType entry_dtype() const {
     if (scale && shift) {
       return c10::promoteTypes(scale->scalar_type(), shift->scalar_type());
     }
-    return scale   ? scale->scalar_type()
-           : shift ? shift->scalar_type()
-                   : stats_dtype(input.scalar_type());
+    return given_dtype(scale, shift, stats_dtype(input.scalar_type()));
   }
 };
-
-bool is_silu(std::optional<std::string_view> activation) {
-  TORCH_CHECK_VALUE(!activation || *activation == "silu",
-                    "fused_op: activation must be 'silu' or None, got '", activation.value_or(""),
-                    "'");
-  return activation.has_value();
-}
 
 // Scale or shift, [samples, channels] and then ones.
 void check_entry(const GroupNormCall& call, const char* name, const OptionalTensor& entry) {
@@ -61,9 +46,7 @@ void check_entry(const GroupNormCall& call, const char* name, const OptionalTens
   const at::Tensor& input = call.input;
   check_rows(call.op, name, *entry);
   check_device(call.op, name, *entry, input);
-  TORCH_CHECK((entry->scalar_type() == at::kDouble) == (input.scalar_type() == at::kDouble),
-              call.op, ": ", name, " of ", entry->scalar_type(), " does not fit input of ",
-              input.scalar_type(), ": both or none must be float64");
+  check_precision(call.op, name, *entry, input);
   const bool fits = (entry->dim() == 2 || entry->dim() == input.dim()) &&
                     entry->sizes().slice(0, 2) == input.sizes().slice(0, 2) &&
                     c10::multiply_integers(entry->sizes().slice(2)) == 1;
@@ -170,15 +153,14 @@ std::tuple<at::Tensor, at::Tensor> group_norm_forward(
     const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
     const OptionalTensor& scale, const OptionalTensor& shift, std::int64_t groups, double eps,
     std::optional<std::string_view> activation, bool save_stats) {
-  const GroupNormCall call{kName, input, groups, weight, bias, scale, shift, is_silu(activation)};
-  TORCH_CHECK_VALUE(std::isfinite(eps), kName, ": eps must be finite, got ", eps);
+  const GroupNormCall call{kName, input, groups, weight,
+                           bias,  scale, shift,  parse_silu(activation)};
+  check_eps(kName, eps);
   check_tensors(call);
   const at::ScalarType dtype = input.scalar_type();
   const at::Tensor output = backend::empty(input.sizes(), dtype, input.device());
-  at::Tensor stats;
-  if (save_stats) {
-    stats = backend::empty({2, call.samples() * groups}, stats_dtype(dtype), input.device());
-  }
+  const at::Tensor stats = backend::empty_if(save_stats, {2, call.samples() * groups},
+                                             stats_dtype(dtype), input.device());
   if (input.numel() == 0) {
     return {output, save_stats ? stats.zero_() : nothing_like(input)};
   }
@@ -193,7 +175,7 @@ std::tuple<at::Tensor, at::Tensor> group_norm_forward(
   args.stats = pointer(stats);
   args.eps = eps;
   backend::group_norm_forward(args, input.device());
-  return {output, save_stats ? stats : nothing_like(input)};
+  return {output, or_nothing(stats, input)};
 }
 
 using GroupNormGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
@@ -205,7 +187,7 @@ std::array<at::Tensor, 5> run_backward(const at::Tensor& grad_output, const Grou
   const at::IntArrayRef sizes = input.sizes();
   const at::ScalarType param_dtype = call.param_dtype(), entry_dtype = call.entry_dtype();
   const auto empty = [&](int number, at::IntArrayRef shape, at::ScalarType dtype) {
-    return wanted[number] ? backend::empty(shape, dtype, input.device()) : at::Tensor();
+    return backend::empty_if(wanted[number], shape, dtype, input.device());
   };
   std::array<at::Tensor, 5> grads{
       empty(0, sizes, input.scalar_type()), empty(1, sizes.slice(1, 1), param_dtype),
@@ -245,14 +227,9 @@ GroupNormGradients group_norm_backward(const at::Tensor& grad_output, const at::
                                        std::optional<std::string_view> activation,
                                        std::array<bool, 5> wanted) {
   const char* const op = "fused_op::group_norm_backward";
-  const GroupNormCall call{op, input, groups, weight, bias, scale, shift, is_silu(activation)};
+  const GroupNormCall call{op, input, groups, weight, bias, scale, shift, parse_silu(activation)};
   check_tensors(call);
-  check_rows(op, "grad_output", grad_output);
-  check_device(op, "grad_output", grad_output, input);
-  check_same_shape(op, "grad_output", grad_output, input);
-  TORCH_CHECK(grad_output.scalar_type() == input.scalar_type(), op,
-              ": grad_output must have the dtype of input, ", input.scalar_type(), ", got ",
-              grad_output.scalar_type());
+  check_grad(op, "grad_output", grad_output, input);
   check_stats(op, stats, NormKind::kLayerNorm, input, call.samples() * groups);
   if (input.numel() > 0) {
     check_call_memory(call);

@@ -66,6 +66,15 @@ bool is_short(const at::Tensor& tensor, const Shape& shape, std::int64_t most_by
   return shape.cols * tensor.element_size() <= most_bytes;
 }
 
+// Whether a GPU kernel would read the tensor at two strides.
+bool is_split(const at::Tensor& tensor, const Shape& shape, std::int64_t most_bytes) {
+  if (!tensor.is_cuda() || !is_short(tensor, shape, most_bytes)) {
+    return false;
+  }
+  const std::optional<RowLayout> layout = row_layout(tensor, shape);
+  return layout && layout->inner != 0;
+}
+
 Borrowed borrow_or_copy(const at::Tensor& tensor, bool readable) {
   return readable ? Borrowed::borrowed(tensor)
                   : Borrowed::owned(tensor.clone(at::MemoryFormat::Contiguous));
@@ -96,12 +105,13 @@ DType to_dtype(at::ScalarType dtype) {
   }
 }
 
-bool is_split(const at::Tensor& tensor, const Shape& shape, std::int64_t most_bytes) {
-  if (!tensor.is_cuda() || !is_short(tensor, shape, most_bytes)) {
-    return false;
+RowAccess access_of(std::initializer_list<const at::Tensor*> tensors, const Shape& shape,
+                    std::int64_t most_split_bytes) {
+  RowAccess access{.may_be_split = true, .most_split_bytes = most_split_bytes};
+  for (const at::Tensor* const tensor : tensors) {
+    access.in_vectors = access.in_vectors || is_split(*tensor, shape, most_split_bytes);
   }
-  const std::optional<RowLayout> layout = row_layout(tensor, shape);
-  return layout && layout->inner != 0;
+  return access;
 }
 
 Borrowed readable_rows(const at::Tensor& tensor, const Shape& shape, RowAccess access) {
@@ -140,6 +150,11 @@ at::ScalarType kernel_param_dtype(at::ScalarType input, at::ScalarType param,
                        (!weight || weight->scalar_type() == param) &&
                        (!bias || bias->scalar_type() == param);
   return is_read ? param : stats_dtype(input);
+}
+
+at::ScalarType given_dtype(const OptionalTensor& weight, const OptionalTensor& bias,
+                           at::ScalarType otherwise) {
+  return weight ? weight->scalar_type() : bias ? bias->scalar_type() : otherwise;
 }
 
 Parameters::Parameters(const OptionalTensor& given_weight, const OptionalTensor& given_bias,
@@ -185,12 +200,9 @@ ForwardInputs::ForwardInputs(const NormTensors& tensors, const NormOptions& opti
   const RowAccess access{.may_be_split = !tensors.residual};
   input_ = readable_rows(tensors.input, shape, access);
   residual_ = tensors.residual ? readable_rows(*tensors.residual, shape, access) : Borrowed();
-  const at::ScalarType given_dtype = tensors.weight ? tensors.weight->scalar_type()
-                                     : tensors.bias ? tensors.bias->scalar_type()
-                                                    : dtype;
-  const at::ScalarType param_dtype =
-      kernel_param_dtype(tensors.input.scalar_type(), given_dtype, tensors.weight, tensors.bias,
-                         options.zero_centered);
+  const at::ScalarType param_dtype = kernel_param_dtype(
+      tensors.input.scalar_type(), given_dtype(tensors.weight, tensors.bias, dtype), tensors.weight,
+      tensors.bias, options.zero_centered);
   parameters_.emplace(tensors.weight, tensors.bias, options.zero_centered, param_dtype);
 
   args.kind = options.norm;

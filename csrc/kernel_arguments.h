@@ -7,6 +7,7 @@
 #include <c10/util/MaybeOwned.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 
 #include "core/norm_args.h"
@@ -49,9 +50,9 @@ struct RowAccess {
   std::int64_t most_split_bytes = kMaxSplitBytes;  // of a row
 };
 
-// Whether a GPU kernel with this access would read the tensor at two strides.
-bool is_split(const at::Tensor& tensor, const Shape& shape,
-              std::int64_t most_bytes = kMaxSplitBytes);
+// For tensors that may lie at two strides. If any does, all must be whole vectors.
+RowAccess access_of(std::initializer_list<const at::Tensor*> tensors, const Shape& shape,
+                    std::int64_t most_split_bytes = kMaxSplitBytes);
 
 // The tensor itself if a kernel can read its rows, else a contiguous copy. A view of raw bytes is
 // copied, too, if its address is not a multiple of the element size.
@@ -68,6 +69,16 @@ ConstRows const_rows(const at::Tensor& readable, const Shape& shape);
 at::ScalarType kernel_param_dtype(at::ScalarType input, at::ScalarType param,
                                   const OptionalTensor& weight, const OptionalTensor& bias,
                                   bool zero_centered);
+
+// The dtype of the parameters as they were given.
+at::ScalarType given_dtype(const OptionalTensor& weight, const OptionalTensor& bias,
+                           at::ScalarType otherwise);
+// kernel_param_dtype() of parameters as they were given; without any, of the input's own dtype.
+inline at::ScalarType kernel_param_dtype(at::ScalarType input, const OptionalTensor& weight,
+                                         const OptionalTensor& bias = {},
+                                         bool zero_centered = false) {
+  return kernel_param_dtype(input, given_dtype(weight, bias, input), weight, bias, zero_centered);
+}
 
 // The parameters that kernels multiply by and add, in the dtype in which they are read.
 struct Parameters {

@@ -1,7 +1,5 @@
 // The L2 norm, input / sqrt(sum(input²) + eps) over the last dimension: the norm kernels without a
 // weight, and with a sum instead of the mean.
-#include <cmath>
-
 #include "backend.h"
 #include "checks.h"
 #include "kernel_arguments.h"
@@ -10,23 +8,16 @@
 namespace fused_op {
 namespace {
 
-// Backward reads two tensors. If one is read at two strides, both must consist of whole vectors.
-RowAccess access_of(const at::Tensor& x, const at::Tensor& grad_output, const Shape& shape) {
-  return {.may_be_split = true, .in_vectors = is_split(x, shape) || is_split(grad_output, shape)};
-}
-
 std::tuple<at::Tensor, at::Tensor> l2_norm_forward(const at::Tensor& input, double eps,
                                                    bool save_stats) {
   const char* const op = "fused_l2_norm";
-  TORCH_CHECK_VALUE(std::isfinite(eps), op, ": eps must be finite, got ", eps);
+  check_eps(op, eps);
   check_rows(op, "input", input);
   const Shape shape = checked_shape(op, input, 1);
   const at::ScalarType dtype = input.scalar_type();
   const at::Tensor output = backend::empty(input.sizes(), dtype, input.device());
-  at::Tensor stats;
-  if (save_stats) {
-    stats = backend::empty({1, shape.rows}, stats_dtype(dtype), input.device());
-  }
+  const at::Tensor stats =
+      backend::empty_if(save_stats, {1, shape.rows}, stats_dtype(dtype), input.device());
   if (shape.empty()) {
     return {output, save_stats ? stats.zero_() : nothing_like(input)};
   }
@@ -43,20 +34,15 @@ std::tuple<at::Tensor, at::Tensor> l2_norm_forward(const at::Tensor& input, doub
   args.stats = pointer(stats);
   args.eps = eps;
   backend::norm_forward(args, input.device());
-  return {output, save_stats ? stats : nothing_like(input)};
+  return {output, or_nothing(stats, input)};
 }
 
 at::Tensor l2_norm_backward(const at::Tensor& grad_output, const at::Tensor& input,
                             const at::Tensor& stats) {
   const char* const op = "fused_op::l2_norm_backward";
   check_rows(op, "input", input);
-  check_rows(op, "grad_output", grad_output);
-  check_device(op, "grad_output", grad_output, input);
-  check_same_shape(op, "grad_output", grad_output, input);
+  check_grad(op, "grad_output", grad_output, input);
   const at::ScalarType dtype = input.scalar_type();
-  TORCH_CHECK(grad_output.scalar_type() == dtype, op,
-              ": grad_output must have the dtype of input, ", dtype, ", got ",
-              grad_output.scalar_type());
   const Shape shape = checked_shape(op, input, 1);
   check_stats(op, stats, NormKind::kL2Norm, input, shape.rows);
   const at::Tensor grad_input = backend::empty(input.sizes(), dtype, input.device());
@@ -66,7 +52,7 @@ at::Tensor l2_norm_backward(const at::Tensor& grad_output, const at::Tensor& inp
   check_memory(op, "input", input);
   check_memory(op, "grad_output", grad_output);
   check_memory(op, "stats", stats);
-  const RowAccess access = access_of(input, grad_output, shape);
+  const RowAccess access = access_of({&input, &grad_output}, shape);
   const Borrowed x = readable_rows(input, shape, access);
   const Borrowed dy = readable_rows(grad_output, shape, access);
   const Borrowed dense_stats = readable_dense(stats, stats.element_size());

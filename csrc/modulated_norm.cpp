@@ -4,8 +4,6 @@
 
 #include <ATen/ops/zeros_like.h>
 
-#include <cmath>
-
 #include "backend.h"
 #include "checks.h"
 #include "core/modulated_variant.h"
@@ -37,9 +35,7 @@ std::int64_t check_entries(const char* op, const char* name, const at::Tensor& e
                            const at::Tensor& input) {
   check_rows(op, name, entries);
   check_device(op, name, entries, input);
-  TORCH_CHECK((entries.scalar_type() == at::kDouble) == (input.scalar_type() == at::kDouble), op,
-              ": ", name, " of ", entries.scalar_type(), " does not fit input of ",
-              input.scalar_type(), ": both or none must be float64");
+  check_precision(op, name, entries, input);
   TORCH_CHECK(entries.dim() > 0, op, ": ", name,
               " must have at least one dimension, got a 0-dim tensor");
   const std::int64_t rows = rows_of_entry(entries, input);
@@ -114,11 +110,7 @@ at::ScalarType entry_dtype(const ModulatedCall& call) {
 }
 
 at::ScalarType param_dtype_of(const ModulatedCall& call) {
-  const at::ScalarType dtype = call.input.scalar_type();
-  const at::ScalarType param = call.weight ? call.weight->scalar_type()
-                               : call.bias ? call.bias->scalar_type()
-                                           : dtype;
-  return kernel_param_dtype(dtype, param, call.weight, call.bias, false);
+  return kernel_param_dtype(call.input.scalar_type(), call.weight, call.bias);
 }
 
 at::ScalarType dtype_as_parameters(const at::Tensor& of, at::ScalarType dtype) {
@@ -164,19 +156,16 @@ struct ModulatedResults {
 };
 
 ModulatedResults forward(const ModulatedCall& call, double eps, bool save_stats) {
-  TORCH_CHECK_VALUE(std::isfinite(eps), call.op, ": eps must be finite, got ", eps);
+  check_eps(call.op, eps);
   const std::int64_t rows_each = check_tensors(call);
   const at::Tensor& input = call.input;
   const Shape shape(input, 1);
   const at::ScalarType dtype = row_dtype(call);
   const at::Device device = input.device();
-  ModulatedResults results{backend::empty(input.sizes(), input.scalar_type(), device), {}, {}};
-  if (call.gate != nullptr) {
-    results.sum = backend::empty(input.sizes(), dtype, device);
-  }
-  if (save_stats) {
-    results.stats = backend::empty({stats_rows(call.norm), shape.rows}, stats_dtype(dtype), device);
-  }
+  ModulatedResults results{backend::empty(input.sizes(), input.scalar_type(), device),
+                           backend::empty_if(call.gate != nullptr, input.sizes(), dtype, device),
+                           backend::empty_if(save_stats, {stats_rows(call.norm), shape.rows},
+                                             stats_dtype(dtype), device)};
   if (shape.empty()) {
     if (save_stats) {
       results.stats.zero_();
@@ -218,6 +207,29 @@ struct ModulatedWanted {
   bool input, residual, gate, scale, shift, weight, bias;
 };
 
+ModulatedGrads allocate(const ModulatedCall& call, const ModulatedWanted& wanted) {
+  const at::Tensor& input = call.input;
+  const auto empty = [&](bool is_wanted, const at::Tensor& like, at::ScalarType dtype) {
+    return backend::empty_if(is_wanted, like.sizes(), dtype, input.device());
+  };
+  const auto empty_parameter = [&](bool is_wanted) {
+    return backend::empty_if(is_wanted, input.sizes().slice(input.dim() - 1), param_dtype_of(call),
+                             input.device());
+  };
+  ModulatedGrads grads;
+  grads.input = empty(wanted.input, input, input.scalar_type());
+  if (call.gate != nullptr) {
+    // The gradients of the gate are computed from the gradient of the residual.
+    grads.residual = empty(wanted.residual || wanted.input || wanted.gate, input, row_dtype(call));
+    grads.gate = empty(wanted.gate, *call.gate, call.gate->scalar_type());
+  }
+  grads.scale = empty(wanted.scale, call.scale, entry_dtype(call));
+  grads.shift = empty(wanted.shift, call.shift ? *call.shift : call.scale, entry_dtype(call));
+  grads.weight = empty_parameter(wanted.weight);
+  grads.bias = empty_parameter(wanted.bias);
+  return grads;
+}
+
 ModulatedGrads backward(const ModulatedCall& call, const at::Tensor& grad_output,
                         const OptionalTensor& grad_sum, const at::Tensor& x,
                         const at::Tensor& stats, const ModulatedWanted& wanted) {
@@ -242,23 +254,7 @@ ModulatedGrads backward(const ModulatedCall& call, const at::Tensor& grad_output
   }
   const Shape shape(input, 1);
   check_stats(op, stats, norm, input, shape.rows);
-  const auto empty = [&](bool is_wanted, at::IntArrayRef sizes, at::ScalarType dtype) {
-    return is_wanted ? backend::empty(sizes, dtype, input.device()) : at::Tensor();
-  };
-  const at::ScalarType params = param_dtype_of(call);
-  ModulatedGrads grads;
-  grads.input = empty(wanted.input, input.sizes(), input.scalar_type());
-  // The gradients of the gate are computed from the gradient of the residual.
-  grads.residual = empty(gate != nullptr && (wanted.residual || wanted.input || wanted.gate),
-                         input.sizes(), row_dtype(call));
-  if (wanted.gate) {
-    grads.gate = empty(true, gate->sizes(), gate->scalar_type());
-  }
-  grads.scale = empty(wanted.scale, scale.sizes(), entry_dtype(call));
-  grads.shift =
-      empty(wanted.shift, wanted.shift ? shift->sizes() : scale.sizes(), entry_dtype(call));
-  grads.weight = empty(wanted.weight, shape.normalized, params);
-  grads.bias = empty(wanted.bias, shape.normalized, params);
+  ModulatedGrads grads = allocate(call, wanted);
   if (shape.empty()) {
     for (at::Tensor* grad : {&grads.gate, &grads.scale, &grads.shift, &grads.weight, &grads.bias}) {
       if (grad->defined()) {
@@ -306,7 +302,7 @@ std::tuple<at::Tensor, at::Tensor> modulated_norm_forward(
   const NormKind kind = checked_norm(norm, bias);
   const auto results =
       forward({modulated_name(kind), kind, input, scale, shift, weight, bias}, eps, save_stats);
-  return {results.output, save_stats ? results.stats : nothing_like(input)};
+  return {results.output, or_nothing(results.stats, input)};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> modulated_norm_backward(
@@ -328,7 +324,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_add_norm_forward(
   const auto results =
       forward({gated_name(kind), kind, input, scale, shift, weight, bias, &residual, &gate}, eps,
               save_stats);
-  return {results.output, results.sum, save_stats ? results.stats : nothing_like(input)};
+  return {results.output, results.sum, or_nothing(results.stats, input)};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>

@@ -87,9 +87,7 @@ RowAccess access_of(const at::Tensor& x_or_output, const BackwardTensors& tensor
                     const BackwardOptions& options, const Shape& shape) {
   const bool may_be_split = !options.residual_dtype &&
                             (options.x_is_output || tensors.x.scalar_type() == options.input_dtype);
-  return {.may_be_split = may_be_split,
-          .in_vectors = may_be_split &&
-                        (is_split(x_or_output, shape) || is_split(tensors.grad_output, shape))};
+  return may_be_split ? access_of({&x_or_output, &tensors.grad_output}, shape) : RowAccess{};
 }
 
 // Fills everything except the tensors that are read.

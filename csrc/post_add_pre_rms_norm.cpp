@@ -61,13 +61,10 @@ ForwardResults run_forward(const Rows& rows, const NormOptions& options, const S
   const at::Device device = input.device();
   const at::ScalarType dtype = options.sum_dtype.value_or(rows.residual.scalar_type());
   const at::Tensor sum = backend::empty(input.sizes(), dtype, device);
-  at::Tensor output, stats;
-  if (!only_sum) {
-    output = backend::empty(input.sizes(), input.scalar_type(), device);
-  }
-  if (options.save_stats) {
-    stats = backend::empty({only_sum ? 1 : 2, shape.rows}, stats_dtype(dtype), device);
-  }
+  const at::Tensor output =
+      backend::empty_if(!only_sum, input.sizes(), input.scalar_type(), device);
+  const at::Tensor stats = backend::empty_if(options.save_stats, {only_sum ? 1 : 2, shape.rows},
+                                             stats_dtype(dtype), device);
   if (shape.empty()) {
     return {output, sum, options.save_stats ? stats.zero_() : nothing_like(input)};
   }
@@ -88,7 +85,7 @@ ForwardResults run_forward(const Rows& rows, const NormOptions& options, const S
   if (!backend::post_add_pre_forward(args, device)) {
     run_in_turn(args, rows, sum);
   }
-  return {output, sum, options.save_stats ? stats : nothing_like(input)};
+  return {output, sum, or_nothing(stats, input)};
 }
 
 NormOptions options_of(double eps, bool zero_centered, std::string_view rounding,
@@ -175,10 +172,8 @@ FourTensors post_add_pre_backward(const OptionalTensor& grad_output, const Optio
         norm_backward({grad_branch, {}, input, post_weight, {}, stats.narrow(0, 0, 1), {}},
                       options(post_weight, {}, {wants_input, false, wants_post, false}));
   }
-  const auto defined = [&](const at::Tensor& gradient) {
-    return gradient.defined() ? gradient : nothing_like(input);
-  };
-  return {defined(grad_input), defined(grad_residual), defined(grad_post), defined(grad_pre)};
+  return {or_nothing(grad_input, input), or_nothing(grad_residual, input),
+          or_nothing(grad_post, input), or_nothing(grad_pre, input)};
 }
 
 // The gradient of the residual is that of the sum: no op returns what it is given.
@@ -190,8 +185,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_add_backward(
       norm_backward({grad_sum.to(input.scalar_type()), {}, input, weight, {}, stats, {}},
                     options_of_norm(input, weight, zero_centered, rounding, {},
                                     {wanted[0], false, wanted[1], false}));
-  return {grad_input.defined() ? grad_input : nothing_like(input),
-          grad_weight.defined() ? grad_weight : nothing_like(input)};
+  return {or_nothing(grad_input, input), or_nothing(grad_weight, input)};
 }
 
 }  // namespace

@@ -79,6 +79,7 @@ void check_quantized(const char* op, const NormTensors& tensors, const NormOptio
               ": out_dtype must not be Double");
   if (is_given) {
     check_dense(op, "scale", *scale);
+    check_memory(op, "scale", *scale);
     TORCH_CHECK(scale->scalar_type() == at::kFloat && scale->numel() == 1 &&
                     scale->device() == tensors.input.device(),
                 op, ": scale must be one Float on ", tensors.input.device(), ", got ",
@@ -199,29 +200,25 @@ FiveTensors norm_quantized_op(std::string_view norm, const at::Tensor& input,
                               at::ScalarType dtype, std::string_view convention, bool power_of_two,
                               at::ScalarType scale_dtype, bool transposed, bool keep_output,
                               bool save_stats) {
-  FiveTensors results = run({input, residual, weight, bias, std::nullopt},
-                            {.norm = parse_norm(norm),
-                             .normalized_ndim = normalized_ndim,
-                             .eps = eps,
-                             .zero_centered = zero_centered,
-                             .rounding = parse_rounding(rounding),
-                             .output_dtype = output_dtype,
-                             .sum_dtype = sum_dtype,
-                             .save_stats = save_stats},
-                            scale,
-                            {.rule = {.format = to_format(dtype),
-                                      .convention = parse_convention(convention),
-                                      .scheme = parse_scheme(scheme),
-                                      .power_of_two = power_of_two},
-                             .dtype = dtype,
-                             .scale_dtype = scale_dtype,
-                             .transposed = transposed,
-                             .keep_output = keep_output});
-  const auto define = [&](at::Tensor& tensor) {
-    tensor = tensor.defined() ? tensor : nothing_like(input);
-  };
-  std::apply([&](auto&... result) { (define(result), ...); }, results);
-  return results;
+  return or_nothing(run({input, residual, weight, bias, std::nullopt},
+                        {.norm = parse_norm(norm),
+                         .normalized_ndim = normalized_ndim,
+                         .eps = eps,
+                         .zero_centered = zero_centered,
+                         .rounding = parse_rounding(rounding),
+                         .output_dtype = output_dtype,
+                         .sum_dtype = sum_dtype,
+                         .save_stats = save_stats},
+                        scale,
+                        {.rule = {.format = to_format(dtype),
+                                  .convention = parse_convention(convention),
+                                  .scheme = parse_scheme(scheme),
+                                  .power_of_two = power_of_two},
+                         .dtype = dtype,
+                         .scale_dtype = scale_dtype,
+                         .transposed = transposed,
+                         .keep_output = keep_output}),
+                    input);
 }
 
 }  // namespace

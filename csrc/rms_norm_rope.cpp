@@ -11,15 +11,6 @@
 namespace fused_op {
 namespace {
 
-void check_grad_output(const char* op, const char* name, const at::Tensor& grad,
-                       const at::Tensor& input) {
-  check_rows(op, name, grad);
-  check_device(op, name, grad, input);
-  check_same_shape(op, name, grad, input);
-  TORCH_CHECK(grad.scalar_type() == input.scalar_type(), op, ": ", name,
-              " must have the dtype of input, ", input.scalar_type(), ", got ", grad.scalar_type());
-}
-
 void check_input(const char* op, const at::Tensor& input) {
   check_rows(op, "input", input);
   (void)checked_shape(op, input, 1);
@@ -30,12 +21,9 @@ void check_input(const char* op, const at::Tensor& input) {
 using Two = std::tuple<at::Tensor, at::Tensor>;
 using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-at::Tensor or_nothing(const at::Tensor& tensor, const at::Tensor& like) {
-  return tensor.defined() ? tensor : nothing_like(like);
-}
 at::Tensor empty_if(bool wanted, at::IntArrayRef sizes, at::ScalarType dtype,
                     const at::Tensor& beside) {
-  return wanted ? backend::empty(sizes, dtype, beside.device()) : at::Tensor();
+  return backend::empty_if(wanted, sizes, dtype, beside.device());
 }
 
 Two rms_norm_rope_forward(const at::Tensor& input, const at::Tensor& cos, const at::Tensor& sin,
@@ -72,7 +60,7 @@ Two rms_norm_rope_backward(const at::Tensor& grad_output, const at::Tensor& inpu
   const HeadTensors heads{input, "weight", weight};
   check_heads(op, heads);
   check_turn(op, {cos, sin}, input);
-  check_grad_output(op, "grad_output", grad_output, input);
+  check_grad(op, "grad_output", grad_output, input);
   const Shape shape(input, 1);
   check_stats(op, stats, NormKind::kRmsNorm, input, shape.rows);
   check_all_memory(op, {{"grad_output", &grad_output},
@@ -108,9 +96,14 @@ struct Packed {
                          std::int64_t kv_heads, int which) {
     check_rows(op, "qkv", qkv);
     TORCH_CHECK(qkv.dim() > 0, op, ": qkv must have at least one dimension, got a 0-dim tensor");
-    const std::int64_t all = heads + 2 * kv_heads;
     TORCH_CHECK_VALUE(heads > 0 && kv_heads > 0, op, ": heads and kv_heads must be positive, got ",
                       heads, " and ", kv_heads);
+    // The sum below would overflow, to 0 at worst.
+    constexpr std::int64_t kMost = std::int64_t{1} << 31;
+    TORCH_CHECK_VALUE(heads < kMost && kv_heads < kMost, op,
+                      ": there are more than 2^31 heads: heads and kv_heads are ", heads, " and ",
+                      kv_heads);
+    const std::int64_t all = heads + 2 * kv_heads;
     TORCH_CHECK(qkv.size(-1) % all == 0, op,
                 ": the last dimension of qkv must be (heads + 2 * kv_heads) * head_dim, a multiple "
                 "of ",
@@ -203,7 +196,7 @@ Three qk_norm_rope_backward(const OptionalTensor& grad_q, const OptionalTensor& 
   const Packed packed(op, qkv, heads, kv_heads, q_weight, k_weight);
   const auto check_part = [&](const char* name, const OptionalTensor& grad, const at::Tensor& of) {
     if (grad) {
-      check_grad_output(op, name, *grad, of);
+      check_grad(op, name, *grad, of);
     }
   };
   check_heads(op, packed.q);

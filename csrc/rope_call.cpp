@@ -1,7 +1,6 @@
 #include "rope_call.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "backend.h"
 #include "checks.h"
@@ -18,6 +17,8 @@ void check_angles(const char* op, const char* name, const at::Tensor& angles,
                   const at::Tensor& input) {
   check_rows(op, name, angles);
   check_device(op, name, angles, input);
+  TORCH_CHECK(angles.dim() > 0, op, ": ", name,
+              " must have at least one dimension, got a 0-dim tensor");
   const at::IntArrayRef tokens = input.sizes().slice(0, input.dim() - 2);
   at::IntArrayRef sizes = angles.sizes().slice(0, angles.dim() - 1);
   while (!sizes.empty() && sizes.front() == 1) {
@@ -70,9 +71,8 @@ bool takes_in_turn(const HeadTensors& heads) {
 }
 
 at::ScalarType param_dtype_of(const HeadTensors& heads, const RopeOptions& options) {
-  const at::ScalarType dtype = heads.rows.scalar_type();
-  return kernel_param_dtype(dtype, heads.weight ? heads.weight->scalar_type() : dtype, heads.weight,
-                            std::nullopt, options.zero_centered);
+  return kernel_param_dtype(heads.rows.scalar_type(), heads.weight, std::nullopt,
+                            options.zero_centered);
 }
 
 // What both directions read. Everything has been checked, and there are elements.
@@ -131,7 +131,7 @@ RopeOptions parse_rope_options(const char* op, std::string_view style, bool zero
   TORCH_CHECK_VALUE(
       rounding == "once" || rounding == "before_rotation" || rounding == "before_weight", op,
       ": rounding must be 'once', 'before_rotation' or 'before_weight', got '", rounding, "'");
-  TORCH_CHECK_VALUE(std::isfinite(eps), op, ": eps must be finite, got ", eps);
+  check_eps(op, eps);
   return {style == "gptj", zero_centered, rounding == "before_weight",
           rounding == "before_rotation", eps};
 }
@@ -147,9 +147,8 @@ void check_heads(const char* op, const HeadTensors& heads) {
         ", ", rows.size(-1), "], one number for each column of a head or of all heads, but got ",
         heads.weight_name, " of shape ", sizes);
   }
-  TORCH_CHECK(rows.dim() < 1 ||
-                  rows.numel() / std::max<std::int64_t>(rows.size(-1), 1) < std::int64_t{1} << 31,
-              op, ": there are more than 2^31 heads");
+  TORCH_CHECK(rows.numel() / std::max<std::int64_t>(rows.size(-1), 1) < std::int64_t{1} << 31, op,
+              ": there are more than 2^31 heads");
 }
 
 void check_turn(const char* op, const Turn& turn, const at::Tensor& input) {
@@ -214,9 +213,7 @@ void rope_backward(const at::Tensor& grad_output, const HeadTensors& heads, cons
   }
   const at::Tensor& x = heads.rows;
   const Shape shape(x, 1);
-  RowAccess access{.may_be_split = true, .most_split_bytes = kMostHeadBytes};
-  access.in_vectors =
-      is_split(x, shape, kMostHeadBytes) || is_split(grad_output, shape, kMostHeadBytes);
+  const RowAccess access = access_of({&x, &grad_output}, shape, kMostHeadBytes);
   const Borrowed rows = readable_rows(x, shape, access);
   const Borrowed grads = readable_rows(grad_output, shape, access);
   const Borrowed dense_stats = readable_dense(stats, stats.element_size());

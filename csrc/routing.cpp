@@ -12,17 +12,15 @@
 namespace fused_op {
 namespace {
 
-const at::Tensor* address(const OptionalTensor& tensor) { return tensor ? &*tensor : nullptr; }
-
 CallKeys keys_of(const NormTensors& tensors) {
-  return CallKeys(
-      {&tensors.input, address(tensors.residual), address(tensors.weight), address(tensors.bias)});
+  return CallKeys({&tensors.input, pointer_to(tensors.residual), pointer_to(tensors.weight),
+                   pointer_to(tensors.bias)});
 }
 
 CallKeys keys_of(const BackwardTensors& tensors, const MainGrads& main_grads = {}) {
-  return CallKeys({&tensors.grad_output, address(tensors.grad_sum), &tensors.x,
-                   address(tensors.weight), address(tensors.bias), &tensors.stats,
-                   address(main_grads.weight), address(main_grads.bias)});
+  return CallKeys({&tensors.grad_output, pointer_to(tensors.grad_sum), &tensors.x,
+                   pointer_to(tensors.weight), pointer_to(tensors.bias), &tensors.stats,
+                   pointer_to(main_grads.weight), pointer_to(main_grads.bias)});
 }
 
 // The dispatcher tells profilers about a call. A call that bypasses it does the same, under the

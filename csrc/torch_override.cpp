@@ -130,14 +130,20 @@ c10::SmallVector<std::int64_t, 6> stats_sizes(const at::Tensor& x, std::size_t n
   return sizes;
 }
 
+// A tensor of its own, which shares the memory.
+at::Tensor part_of(const at::Tensor& tensor, std::int64_t offset, at::IntArrayRef sizes) {
+  at::Tensor part = at::detail::make_tensor<at::TensorImpl>(c10::Storage(tensor.storage()),
+                                                            tensor.key_set(), tensor.dtype());
+  part.unsafeGetTensorImpl()->set_storage_offset(offset);
+  part.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return part;
+}
+
 // One row of the statistics, as PyTorch's ops return it. All rows share one allocation, and
 // backward finds it again without a copy.
 at::Tensor stats_row(const at::Tensor& stats, std::int64_t row, at::IntArrayRef sizes,
                      at::ScalarType dtype) {
-  at::Tensor one = at::detail::make_tensor<at::TensorImpl>(c10::Storage(stats.storage()),
-                                                           stats.key_set(), stats.dtype());
-  one.unsafeGetTensorImpl()->set_storage_offset(row * stats.size(1));
-  one.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  const at::Tensor one = part_of(stats, row * stats.size(1), sizes);
   return one.scalar_type() == dtype ? one : one.to(dtype);
 }
 
@@ -155,11 +161,7 @@ at::Tensor joined_stats(const at::Tensor& mean, const at::Tensor& rstd, at::Scal
   if (mean.scalar_type() == dtype && rstd.scalar_type() == dtype && mean.is_contiguous() &&
       rstd.is_contiguous() && mean.storage().is_alias_of(rstd.storage()) &&
       rstd.storage_offset() == mean.storage_offset() + rows) {
-    at::Tensor both = at::detail::make_tensor<at::TensorImpl>(c10::Storage(mean.storage()),
-                                                              mean.key_set(), mean.dtype());
-    both.unsafeGetTensorImpl()->set_storage_offset(mean.storage_offset());
-    both.unsafeGetTensorImpl()->set_sizes_contiguous({2, rows});
-    return both;
+    return part_of(mean, mean.storage_offset(), {2, rows});
   }
   const at::Tensor both = backend::empty({2, rows}, dtype, mean.device());
   both.select(0, 0).copy_(mean.reshape({rows}));
@@ -300,12 +302,15 @@ c10::SmallVector<std::int64_t, 6> trailing_dims(std::size_t count) {
 // that of the formula's operations. Once overridden, the op needs a derivative of its own.
 Two formula(const at::Tensor& input, at::IntArrayRef shape, const OptionalTensor& weight,
             std::optional<double> eps) {
-  const at::Tensor x = input.to(stats_dtype(input.scalar_type()));
+  const at::ScalarType dtype = input.scalar_type();
+  TORCH_CHECK_NOT_IMPLEMENTED(is_supported_pair(dtype, dtype), "\"rms_norm\" not implemented for '",
+                              dtype, "'");
+  const at::Tensor x = input.to(stats_dtype(dtype));
   const at::Tensor rstd = at::rsqrt(
       x.pow(2).mean(trailing_dims(shape.size()), /*keepdim=*/true).add(eps_of(input, eps)));
   at::Tensor output = x.mul(rstd);
   output = weight ? output.mul(*weight) : output;
-  return {output.to(input.scalar_type()), rstd};
+  return {output.to(dtype), rstd};
 }
 
 Two formula_backward(const at::Tensor& grad, const at::Tensor& input, at::IntArrayRef shape,

@@ -11,6 +11,7 @@
 
 #include <string>
 #include <string_view>
+#include <tuple>
 
 namespace fused_op {
 
@@ -28,7 +29,16 @@ void register_op(torch::Library& library, std::string_view schema, Function* fun
                                              torch::autograd::autogradNotImplementedFallback()));
 }
 
-// The results of an op must be real tensors. A result that was not asked for has no elements.
+// The results of an op must be real tensors: AOTInductor cannot represent undefined ones. A result
+// that was not asked for has no elements.
 inline at::Tensor nothing_like(const at::Tensor& tensor) { return tensor.new_empty({0}); }
+inline at::Tensor or_nothing(const at::Tensor& tensor, const at::Tensor& like) {
+  return tensor.defined() ? tensor : nothing_like(like);
+}
+template <typename... Tensors>
+std::tuple<Tensors...> or_nothing(std::tuple<Tensors...> results, const at::Tensor& like) {
+  std::apply([&](Tensors&... each) { ((each = or_nothing(each, like)), ...); }, results);
+  return results;
+}
 
 }  // namespace fused_op

@@ -1,7 +1,6 @@
 #include "variant_call.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -25,6 +24,8 @@ using torch::autograd::variable_list;
 
 // --- From Python and back ------------------------------------------------------------------------
 
+bool is_defined(const at::Tensor& tensor) { return tensor.defined(); }
+
 // None for an undefined tensor, so that an op sees an absent argument.
 c10::IValue to_ivalue(const at::Tensor& tensor) {
   return tensor.defined() ? c10::IValue(tensor) : c10::IValue();
@@ -34,11 +35,10 @@ py::object tensor_to_python(at::Tensor tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
 }
 
-template <typename Values, typename Convert>
-py::tuple to_tuple(const Values& values, const Convert& convert) {
-  py::tuple result(values.size());
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    result[i] = convert(values[i]);
+py::tuple to_tuple(const variable_list& tensors) {
+  py::tuple result(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    result[i] = tensor_to_python(tensors[i]);
   }
   return result;
 }
@@ -54,10 +54,11 @@ struct Passed {
 
   // The output's gradient itself, where it fits, or one with memory of its own: autograd copies a
   // tensor that it would accumulate twice, but does not see that two share memory.
-  at::Tensor gradient(const variable_list& grads, const at::Tensor& like) const {
+  at::Tensor gradient(const variable_list& grads) const {
     const at::Tensor& grad = grads[output];
     if (!grad.defined()) {
-      return at::zeros(sizes, like.options().dtype(dtype));
+      const auto other = std::find_if(grads.begin(), grads.end(), is_defined);
+      return other->new_zeros(sizes, other->options().dtype(dtype));
     }
     const bool fits = grad.sizes() == sizes;
     return fits ? grad.to(dtype) : grad.to(dtype, false, /*copy=*/true).reshape(sizes);
@@ -97,6 +98,12 @@ struct Call {
       present.push_back(tensor.defined() ? &tensor : nullptr);
     }
     return CallKeys(present);
+  }
+  // Whether backward may have to run the op. If not, it needs no tensors.
+  bool needs_op() const {
+    return std::any_of(ops->differentiated.begin(), ops->differentiated.end(), [&](std::size_t i) {
+      return tensors[i].requires_grad() && !(passed && passed->tensor == i);
+    });
   }
 };
 
@@ -156,6 +163,10 @@ struct RecordedCall {
   bool asks_op_for(std::size_t tensor) const {
     return wanted[tensor] && !(passed && passed->tensor == tensor);
   }
+  bool asks_op() const {
+    return std::any_of(ops.differentiated.begin(), ops.differentiated.end(),
+                       [&](std::size_t tensor) { return asks_op_for(tensor); });
+  }
 };
 
 Stack backward_stack(const RecordedCall& call, const variable_list& grads,
@@ -193,15 +204,15 @@ bool are_plain(const variable_list& grads, const variable_list& saved) {
 // compute them.
 std::optional<variable_list> run_backward(const RecordedCall& call, const variable_list& grads,
                                           const variable_list& saved) {
-  if (at::GradMode::is_enabled() || is_disabled() || !are_plain(grads, saved)) {
+  const bool asks_op = call.asks_op();
+  if (asks_op && (at::GradMode::is_enabled() || is_disabled() || !are_plain(grads, saved))) {
     return std::nullopt;
   }
   variable_list found(call.wanted.size());
   if (call.passed && call.wanted[call.passed->tensor]) {
-    found[call.passed->tensor] = call.passed->gradient(grads, saved[0]);
+    found[call.passed->tensor] = call.passed->gradient(grads);
   }
-  const std::vector<std::size_t>& tensors = call.ops.differentiated;
-  if (std::none_of(tensors.begin(), tensors.end(), [&](auto i) { return call.asks_op_for(i); })) {
+  if (!asks_op) {
     return found;
   }
   Stack stack = backward_stack(call, grads, saved);
@@ -210,6 +221,7 @@ std::optional<variable_list> run_backward(const RecordedCall& call, const variab
   } catch (const KernelError&) {  // Python reports the error and computes the formula
     return std::nullopt;
   }
+  const std::vector<std::size_t>& tensors = call.ops.differentiated;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (call.asks_op_for(tensors[i])) {
       found[tensors[i]] = std::move(stack[i]).toTensor();
@@ -227,9 +239,8 @@ variable_list backward_in_python(const RecordedCall& call, const variable_list& 
   }
   const py::tuple found =
       py::module_::import("fused_op._variant")
-          .attr("run_backward")(call.ops.name, to_tuple(grads, tensor_to_python),
-                                to_tuple(saved, tensor_to_python), options,
-                                to_tuple(call.wanted, [](bool each) { return py::bool_(each); }),
+          .attr("run_backward")(call.ops.name, to_tuple(grads), to_tuple(saved), options,
+                                py::tuple(py::cast(call.wanted)),
                                 call.passed ? call.passed->to_python() : py::none());
   variable_list gradients;
   for (const py::handle each : found) {
@@ -247,11 +258,13 @@ class VariantNode : public torch::autograd::Function<VariantNode> {
   static variable_list forward(AutogradContext* context, at::TensorList /*given*/,
                                const Call& call) {
     const VariantOps& ops = *call.ops;
-    variable_list results = run_forward(call, /*save_stats=*/true);
-    variable_list saved;
+    const bool saves = call.needs_op();
+    variable_list results = run_forward(call, /*save_stats=*/saves);
+    variable_list saved(ops.saved.size());
     const std::size_t tensors = call.tensors.size();
-    for (const std::size_t i : ops.saved) {
-      saved.push_back(i < tensors ? call.tensors[i] : results[i - tensors]);
+    for (std::size_t i = 0; saves && i < saved.size(); ++i) {
+      const std::size_t from = ops.saved[i];
+      saved[i] = from < tensors ? call.tensors[from] : results[from - tensors];
     }
     context->save_for_backward(std::move(saved));
     std::int64_t present = 0;
@@ -272,7 +285,7 @@ class VariantNode : public torch::autograd::Function<VariantNode> {
     const auto is_there = [](const auto& edge) { return edge.has_value(); };
     const auto given = std::count_if(call.edges.begin(), call.edges.end(), is_there);
     variable_list results(given + 1);  // of each argument of forward
-    if (std::none_of(grads.begin(), grads.end(), [](const auto& g) { return g.defined(); })) {
+    if (std::none_of(grads.begin(), grads.end(), is_defined)) {
       return results;
     }
     const variable_list saved = context->get_saved_variables();
@@ -343,7 +356,7 @@ py::object call_variant(const VariantOps& ops, const py::tuple& tensors, const p
     results.pop_back();
   }
   return results.size() == 1 ? tensor_to_python(std::move(results[0]))
-                             : py::object(to_tuple(results, tensor_to_python));
+                             : py::object(to_tuple(results));
 }
 
 }  // namespace

@@ -77,6 +77,11 @@ def check_qk_call(
         raise ValueError(
             f"{QK_OP}: heads and kv_heads must be positive, got {heads} and {kv_heads}"
         )
+    if max(heads, kv_heads) >= 2**31:
+        raise ValueError(
+            f"{QK_OP}: there are more than 2^31 heads: heads and kv_heads are {heads} and "
+            f"{kv_heads}"
+        )
     every = heads + 2 * kv_heads
     if qkv.shape[-1] % every:
         raise RuntimeError(
@@ -120,6 +125,8 @@ def _check_angles(op: str, cos: Tensor, sin: Tensor, rows: Tensor) -> None:
     tokens = list(rows.shape[:-2])
     for name, angles in (("cos", cos), ("sin", sin)):
         check_rows(op, name, angles)
+        if angles.dim() == 0:
+            raise RuntimeError(f"{op}: {name} must have at least one dimension, got a 0-dim tensor")
         sizes = list(angles.shape[:-1])
         while sizes and holds(sizes[0] == 1):
             del sizes[0]

@@ -40,11 +40,8 @@ inline void add(const NormForwardArgs& args, std::int64_t first_row, std::int64_
     const std::int64_t rows = std::min(tile_rows, last_row - row);
     for (std::int64_t col = 0, count = 0; col < cols; col += count) {
       count = is_long(cols) ? piece(col, cols, kTileCols) : cols;
-      if (args.dtype == DType::kFloat64) {
-        add_residual<double>(args, {row, rows, col, count});
-      } else {
-        add_residual<float>(args, {row, rows, col, count});
-      }
+      const Tile tile{row, rows, col, count};
+      with_accumulators(args.dtype, [&]<typename A>() { add_residual<A>(args, tile); });
     }
   }
 }

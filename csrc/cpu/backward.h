@@ -405,11 +405,9 @@ inline void add_chunks(const NormBackwardArgs& args, std::int64_t chunks, std::i
     if (targets[grad] == nullptr) {
       continue;
     }
-    if (args.dtype == DType::kFloat64) {
-      add_chunks<double>(args, chunks, grad, targets[grad], first_col, last_col);
-    } else {
-      add_chunks<float>(args, chunks, grad, targets[grad], first_col, last_col);
-    }
+    with_accumulators(args.dtype, [&]<typename A>() {
+      add_chunks<A>(args, chunks, grad, targets[grad], first_col, last_col);
+    });
   }
 }
 

@@ -304,11 +304,8 @@ class ChannelsFirstBackward {
 template <typename Args, typename Function>
 void with_pixels(const Args& args, const Function& function) {
   const auto with_elements = [&]<typename Norm, int kLanes>() {
-    if (args.dtype == DType::kFloat64) {
-      function.template operator()<Norm, kLanes, double>();
-    } else {
-      function.template operator()<Norm, kLanes, float>();
-    }
+    with_accumulators(args.dtype,
+                      [&]<typename A>() { function.template operator()<Norm, kLanes, A>(); });
   };
   const auto with_lanes = [&]<typename Norm>() {
     if (tile_pixels(args.pixels) == kTilePixels) {

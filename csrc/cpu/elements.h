@@ -256,6 +256,16 @@ inline void with_rounding(Rounding rounding, DType input, const Function& functi
   }
 }
 
+// Calls function<A>() with the accumulators of a dtype.
+template <typename Function>
+void with_accumulators(DType dtype, const Function& function) {
+  if (dtype == DType::kFloat64) {
+    function.template operator()<double>();
+  } else {
+    function.template operator()<float>();
+  }
+}
+
 // Reads `count` elements, beginning at element `first`.
 template <typename A>
 FUSED_OP_CPU_SHARED void read_elements(const void* from, DType dtype, std::int64_t first,

@@ -91,6 +91,36 @@ void multiply(const A* __restrict by, std::int64_t count, A* __restrict values) 
   }
 }
 
+template <typename A>
+void add_products(const A* __restrict a, const A* __restrict b, std::int64_t count,
+                  A* __restrict sums) {
+#pragma omp simd
+  for (std::int64_t j = 0; j < count; ++j) {
+    sums[j] += a[j] * b[j];
+  }
+}
+
+// To 16 bits and back.
+template <typename A>
+void round_values(DType dtype, std::int64_t count, A* values) {
+  with_rounding<A>(Rounding::kBeforeWeight, dtype, [&]<typename Met>(Met met) {
+#pragma omp simd
+    for (std::int64_t j = 0; j < count; ++j) {
+      values[j] = met(values[j]);
+    }
+  });
+}
+
+// From the gradient of x̂ to that of the row, in its place.
+template <typename A>
+void pull_back_values(const Pullback<RmsNorm, A> pullback, const A* __restrict xhat,
+                      std::int64_t count, A* __restrict grad) {
+#pragma omp simd
+  for (std::int64_t j = 0; j < count; ++j) {
+    grad[j] = pullback(grad[j], xhat[j]);
+  }
+}
+
 // In a fixed order, whatever the instruction set.
 template <typename A>
 double sum_of_products(const A* __restrict a, const A* __restrict b, std::int64_t count) {
@@ -112,6 +142,38 @@ double sum_of_products(const A* __restrict a, const A* __restrict b, std::int64_
     total += static_cast<double>(fold(sums));
   }
   return total;
+}
+
+// The normaliser of a row from its sum of squares, found.second. Saves the statistics.
+template <typename A>
+Normalizer<A> rms_normalizer(const NormForwardArgs& args, std::int64_t row, Moments<A> found,
+                             A scale) {
+  found.second = static_cast<A>(static_cast<double>(found.second) / static_cast<double>(args.cols));
+  const auto normalizer = RmsNorm::normalizer(found, scale, A(1), static_cast<A>(args.eps));
+  if (args.stats != nullptr) {
+    RmsNorm::save(normalizer, found, static_cast<A*>(args.stats), row, args.rows);
+  }
+  return normalizer;
+}
+
+// Backward of a range of chunks, row by row. Chunks consist of rows of the tensors, which contain
+// all groups: the sums of the groups lie side by side. `sums` is where those of the chunk are; it
+// stays null if they are not wanted.
+template <typename A, typename Args, typename Function>
+void run_chunks(const Args& args, std::int64_t first_chunk, std::int64_t last_chunk,
+                std::int64_t chunks, A*& sums, const Function& run_row) {
+  const std::int64_t groups = args.groups;
+  const std::int64_t rows = args.rows / groups;
+  for (std::int64_t chunk = first_chunk; chunk < last_chunk; ++chunk) {
+    if (args.grad_weight != nullptr) {
+      sums = static_cast<A*>(args.workspace) + chunk * groups * args.cols;
+      std::fill_n(sums, groups * args.cols, A(0));
+    }
+    const std::int64_t last = rows * (chunk + 1) / chunks * groups;
+    for (std::int64_t row = rows * chunk / chunks * groups; row < last; ++row) {
+      run_row(row);
+    }
+  }
 }
 
 // What forward and backward do with the columns of a row that are in the buffers.
@@ -170,20 +232,7 @@ class GatedColumns {
       activate<false>(z, count, value, slope);
     }
   }
-  static void normalize(const Normalizer<A> normalizer, std::int64_t count, A* __restrict values) {
-#pragma omp simd
-    for (std::int64_t j = 0; j < count; ++j) {
-      values[j] = RmsNorm::normalized(values[j], normalizer);
-    }
-  }
-  void round(std::int64_t count, A* values) const {
-    with_rounding<A>(Rounding::kBeforeWeight, dtype_, [&]<typename Met>(Met met) {
-#pragma omp simd
-      for (std::int64_t j = 0; j < count; ++j) {
-        values[j] = met(values[j]);
-      }
-    });
-  }
+  void round(std::int64_t count, A* values) const { round_values(dtype_, count, values); }
   // Turns x̂, rounded or not, into n.
   void scale(const A* weight, std::int64_t count, A* values) const {
     multiply(weight, count, values);
@@ -252,16 +301,11 @@ class GatedForward : GatedColumns<A, GatedForwardArgs> {
       found.second = second_moment(row, scale);
       unscale(found, scale);
     }
-    found.second = static_cast<A>(static_cast<double>(found.second) / static_cast<double>(cols_));
-    const auto normalizer = RmsNorm::normalizer(found, scale, A(1), static_cast<A>(args_.eps));
-    if (args_.stats != nullptr) {
-      RmsNorm::save(normalizer, found, static_cast<A*>(args_.stats), row, args_.rows);
-    }
-    return normalizer;
+    return rms_normalizer(args_, row, found, scale);
   }
   void write(std::int64_t row, std::int64_t col, std::int64_t count,
              const Normalizer<A>& normalizer) {
-    this->normalize(normalizer, count, x_);
+    normalize_row<RmsNorm>(normalizer, count, x_);
     if (this->rounds_) {
       this->round(count, x_);
     }
@@ -288,21 +332,9 @@ class GatedBackward : GatedColumns<A, GatedBackwardArgs> {
  public:
   using Columns::Columns;
 
-  // Chunks consist of rows of the tensors, which contain all groups: the sums of the groups lie
-  // side by side.
   void run(std::int64_t first_chunk, std::int64_t last_chunk, std::int64_t chunks) {
-    const std::int64_t groups = args_.gate.groups;
-    const std::int64_t rows = args_.rows / groups;
-    for (std::int64_t chunk = first_chunk; chunk < last_chunk; ++chunk) {
-      if (args_.grad_weight != nullptr) {
-        sums_ = static_cast<A*>(args_.workspace) + chunk * groups * cols_;
-        std::fill_n(sums_, groups * cols_, A(0));
-      }
-      const std::int64_t last = rows * (chunk + 1) / chunks * groups;
-      for (std::int64_t row = rows * chunk / chunks * groups; row < last; ++row) {
-        run_row(row);
-      }
-    }
+    run_chunks(args_, first_chunk, last_chunk, chunks, sums_,
+               [this](std::int64_t row) { run_row(row); });
   }
 
  private:
@@ -339,7 +371,7 @@ class GatedBackward : GatedColumns<A, GatedBackwardArgs> {
     if (args_.gate.first) {
       multiply(gate_, count, xhat_);
     }
-    this->normalize(normalizer, count, xhat_);
+    normalize_row<RmsNorm>(normalizer, count, xhat_);
     std::copy_n(xhat_, count, met_);
     if (this->rounds_) {
       this->round(count, met_);
@@ -366,7 +398,7 @@ class GatedBackward : GatedColumns<A, GatedBackwardArgs> {
   }
   void write(std::int64_t row, std::int64_t col, std::int64_t count,
              const Pullback<RmsNorm, A>& pullback) {
-    pull_back(pullback, xhat_, count, grad_);
+    pull_back_values(pullback, xhat_, count, grad_);
     if (args_.gate.first) {
       multiply(grad_, count, x_);
       multiply(slope_, count, x_);
@@ -374,21 +406,6 @@ class GatedBackward : GatedColumns<A, GatedBackwardArgs> {
       multiply(gate_, count, grad_);
     }
     this->write_part(grad_, args_.grad_input, row, col, count);
-  }
-
-  static void add_products(const A* __restrict a, const A* __restrict b, std::int64_t count,
-                           A* __restrict sums) {
-#pragma omp simd
-    for (std::int64_t j = 0; j < count; ++j) {
-      sums[j] += a[j] * b[j];
-    }
-  }
-  static void pull_back(const Pullback<RmsNorm, A> pullback, const A* __restrict xhat,
-                        std::int64_t count, A* __restrict grad) {
-#pragma omp simd
-    for (std::int64_t j = 0; j < count; ++j) {
-      grad[j] = pullback(grad[j], xhat[j]);
-    }
   }
 
   A* sums_ = nullptr;  // of the chunk; null: not wanted

@@ -377,11 +377,9 @@ inline void group_norm_backward(const GroupNormBackwardArgs& args, double* work,
 }
 inline void group_norm_channels(const GroupNormBackwardArgs& args, double* work,
                                 std::int64_t first_channel, std::int64_t last_channel) {
-  if (args.dtype == DType::kFloat64) {
-    GroupParameterGradients<double>(args, work).run(first_channel, last_channel);
-  } else {
-    GroupParameterGradients<float>(args, work).run(first_channel, last_channel);
-  }
+  with_accumulators(args.dtype, [&]<typename A>() {
+    GroupParameterGradients<A>(args, work).run(first_channel, last_channel);
+  });
 }
 
 }  // namespace fused_op::cpu::FUSED_OP_CPU_LEVEL

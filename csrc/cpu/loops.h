@@ -18,11 +18,7 @@ namespace fused_op::cpu::FUSED_OP_CPU_LEVEL {
 // Runs `Loops` over a range, with the accumulators of a dtype.
 template <template <typename> class Loops, typename Args, typename... Range>
 void run_loops(DType dtype, const Args& args, Range... range) {
-  if (dtype == DType::kFloat64) {
-    Loops<double>(args).run(range...);
-  } else {
-    Loops<float>(args).run(range...);
-  }
+  with_accumulators(dtype, [&]<typename A>() { Loops<A>(args).run(range...); });
 }
 
 // The sums of all groups lie side by side.
@@ -67,8 +63,8 @@ inline void variant_backward_columns(VariantId id, const NormBackwardArgs& args,
                                      std::int64_t chunks) {
   switch (id) {
     case VariantId::kGated:
-      return add_chunks_of_groups(args, static_cast<const GatedBackwardArgs&>(args).gate.groups,
-                                  chunks, first_col, last_col);
+      return add_chunks_of_groups(args, static_cast<const GatedBackwardArgs&>(args).groups, chunks,
+                                  first_col, last_col);
     case VariantId::kModulated:
       return modulated_columns(static_cast<const ModulatedBackwardArgs&>(args), first_col, last_col,
                                chunks);

@@ -332,27 +332,20 @@ class ModulatedBackward {
 
 inline void modulated_forward(const ModulatedForwardArgs& args, std::int64_t first_row,
                               std::int64_t last_row) {
-  if (args.dtype == DType::kFloat64) {
-    modulated_forward<double>(args, first_row, last_row);
-  } else {
-    modulated_forward<float>(args, first_row, last_row);
-  }
+  with_accumulators(args.dtype,
+                    [&]<typename A>() { modulated_forward<A>(args, first_row, last_row); });
 }
 inline void modulated_backward(const ModulatedBackwardArgs& args, std::int64_t first_chunk,
                                std::int64_t last_chunk, std::int64_t chunks) {
-  if (args.dtype == DType::kFloat64) {
-    ModulatedBackward<double>(args, chunks).run_chunks(first_chunk, last_chunk);
-  } else {
-    ModulatedBackward<float>(args, chunks).run_chunks(first_chunk, last_chunk);
-  }
+  with_accumulators(args.dtype, [&]<typename A>() {
+    ModulatedBackward<A>(args, chunks).run_chunks(first_chunk, last_chunk);
+  });
 }
 inline void modulated_columns(const ModulatedBackwardArgs& args, std::int64_t first_col,
                               std::int64_t last_col, std::int64_t chunks) {
-  if (args.dtype == DType::kFloat64) {
-    ModulatedBackward<double>(args, chunks).add_waiting(first_col, last_col);
-  } else {
-    ModulatedBackward<float>(args, chunks).add_waiting(first_col, last_col);
-  }
+  with_accumulators(args.dtype, [&]<typename A>() {
+    ModulatedBackward<A>(args, chunks).add_waiting(first_col, last_col);
+  });
 }
 
 }  // namespace fused_op::cpu::FUSED_OP_CPU_LEVEL

@@ -269,6 +269,7 @@ FUSED_OP_CPU_SHARED bool has_tiny(const A* rstd, std::int64_t count) {
 // x̂ of a row, in its place.
 template <typename Norm, typename A>
 FUSED_OP_CPU_SHARED void normalize_row(const Normalizer<A> normalizer, std::int64_t cols, A* x) {
+#pragma omp simd
   for (std::int64_t col = 0; col < cols; ++col) {
     x[col] = Norm::normalized(x[col], normalizer);
   }

@@ -57,20 +57,7 @@ class RopeRows {
       token_ = token;
     }
   }
-  void normalize(const Normalizer<A> normalizer, A* __restrict values) const {
-#pragma omp simd
-    for (std::int64_t j = 0; j < cols_; ++j) {
-      values[j] = RmsNorm::normalized(values[j], normalizer);
-    }
-  }
-  void round(A* values) const {
-    with_rounding<A>(Rounding::kBeforeWeight, dtype_, [&]<typename Met>(Met met) {
-#pragma omp simd
-      for (std::int64_t j = 0; j < cols_; ++j) {
-        values[j] = met(values[j]);
-      }
-    });
-  }
+  void round(A* values) const { round_values(dtype_, cols_, values); }
   // Rotates all pairs of a row. `met` is applied to each product. kSign is the sign of the angle.
   template <int kSign, typename Met>
   void turn(const Met& met, const A* __restrict cos, const A* __restrict sin,
@@ -111,7 +98,7 @@ class RopeForward : RopeRows<A, RopeForwardArgs> {
   void run(std::int64_t first_row, std::int64_t last_row) {
     for (std::int64_t row = first_row; row < last_row; ++row) {
       this->read_row(args_.input, row, x_);
-      this->normalize(normalizer_of(row), x_);
+      normalize_row<RmsNorm>(normalizer_of(row), cols_, x_);
       if (this->rounds_) {
         this->round(x_);
       }
@@ -140,12 +127,7 @@ class RopeForward : RopeRows<A, RopeForwardArgs> {
       found.second = static_cast<A>(sum_of_products(other_, other_, cols_));
       unscale(found, scale);
     }
-    found.second = static_cast<A>(static_cast<double>(found.second) / static_cast<double>(cols_));
-    const auto normalizer = RmsNorm::normalizer(found, scale, A(1), static_cast<A>(args_.eps));
-    if (args_.stats != nullptr) {
-      RmsNorm::save(normalizer, found, static_cast<A*>(args_.stats), row, args_.rows);
-    }
-    return normalizer;
+    return rms_normalizer(args_, row, found, scale);
   }
 
   A* const x_ = Rows::buffer(0);
@@ -164,20 +146,9 @@ class RopeBackward : RopeRows<A, RopeBackwardArgs> {
  public:
   using Rows::Rows;
 
-  // Chunks consist of rows of all groups: the sums of the groups lie side by side.
   void run(std::int64_t first_chunk, std::int64_t last_chunk, std::int64_t chunks) {
-    const std::int64_t groups = args_.groups;
-    const std::int64_t rows = args_.rows / groups;
-    for (std::int64_t chunk = first_chunk; chunk < last_chunk; ++chunk) {
-      if (args_.grad_weight != nullptr) {
-        sums_ = static_cast<A*>(args_.workspace) + chunk * groups * cols_;
-        std::fill_n(sums_, groups * cols_, A(0));
-      }
-      const std::int64_t last = rows * (chunk + 1) / chunks * groups;
-      for (std::int64_t row = rows * chunk / chunks * groups; row < last; ++row) {
-        run_row(row);
-      }
-    }
+    run_chunks(args_, first_chunk, last_chunk, chunks, sums_,
+               [this](std::int64_t row) { run_row(row); });
   }
 
  private:
@@ -188,13 +159,13 @@ class RopeBackward : RopeRows<A, RopeBackwardArgs> {
     this->read_angles(row, cos_, sin_);
     this->template turn<-1>(Exact(), cos_, sin_, grad_);
     this->read_row(args_.x, row, xhat_);
-    this->normalize(normalizer, xhat_);
+    normalize_row<RmsNorm>(normalizer, cols_, xhat_);
     if (sums_ != nullptr) {
       std::copy_n(xhat_, cols_, other_);
       if (this->rounds_) {
         this->round(other_);
       }
-      add_products(grad_, other_, sums_ + args_.rotation.first_parameter(row, cols_));
+      add_products(grad_, other_, cols_, sums_ + args_.rotation.first_parameter(row, cols_));
     }
     if (args_.grad_input.data == nullptr) {
       return;
@@ -202,23 +173,10 @@ class RopeBackward : RopeRows<A, RopeBackwardArgs> {
     this->read_weight(row, weight_);
     multiply(weight_, cols_, grad_);
     const PullbackSums<A> sums{static_cast<A>(sum_of_products(grad_, xhat_, cols_)), A(0)};
-    pull_back(Pullback<RmsNorm, A>(sums, normalizer, A(1) / static_cast<A>(cols_)));
+    const Pullback<RmsNorm, A> pullback(sums, normalizer, A(1) / static_cast<A>(cols_));
+    pull_back_values(pullback, xhat_, cols_, grad_);
     write_elements(grad_, args_.grad_input.data, args_.grad_input.dtype,
                    args_.grad_split.offset(row, args_.grad_stride), cols_);
-  }
-  void add_products(const A* __restrict a, const A* __restrict b, A* __restrict sums) const {
-#pragma omp simd
-    for (std::int64_t j = 0; j < cols_; ++j) {
-      sums[j] += a[j] * b[j];
-    }
-  }
-  void pull_back(const Pullback<RmsNorm, A> pullback) {
-    const A* const __restrict xhat = xhat_;
-    A* const __restrict grad = grad_;
-#pragma omp simd
-    for (std::int64_t j = 0; j < cols_; ++j) {
-      grad[j] = pullback(grad[j], xhat[j]);
-    }
   }
 
   A* sums_ = nullptr;                // of the chunk; null: not wanted

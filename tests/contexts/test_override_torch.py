@@ -133,6 +133,16 @@ def test_rms_norm_without_the_kernels(dtype: torch.dtype) -> None:
     assert torch.equal(inside[0], before[0])
 
 
+@pytest.mark.skipif(not RMS_IS_AN_OP, reason="this torch has no op for the RMS norm")
+def test_dtypes_that_pytorch_refuses(device: str) -> None:
+    """Catches the formula computing integers, rounded to integers."""
+    with (
+        fused_op.override_torch(),
+        pytest.raises(NotImplementedError, match="not implemented for 'Long'"),
+    ):
+        F.rms_norm(torch.arange(8, device=device).view(1, 8), (8,))
+
+
 @pytest.mark.parametrize("name", NORMS)
 def test_no_rows_and_other_tensors(name: str, device: str) -> None:
     """Catches a crash on an empty batch, and meta tensors that lose PyTorch's own rules."""

@@ -22,7 +22,7 @@ ALLOWED = {  # the first pattern that fits a file holds
     "routing.cpp": r"(backend|call_keys|checks|dispatcher|fused_op|routing)\.h|"
     r"(ATen|c10)/(?!cuda)|torch/",
     "autograd.cpp": r"(autograd|checks|routing)\.h|core/|ATen/|torch/",
-    "dispatcher.cpp": r"(checks|dispatcher)\.h|ATen/core/|torch/",
+    "dispatcher.cpp": r"(checks|dispatcher|variant)\.h|ATen/core/|torch/",
     "fused_op.cpp": r"(autograd|backend|checks|fused_op|kernel_tools|python_arguments|routing)\.h|"
     r"torch(/|_override\.h)|variant_call\.h",
     "torch_override.cpp": r"(autograd|backend|checks|routing|torch_override)\.h|core/|ATen/|torch/",

@@ -393,6 +393,17 @@ def test_backward_refuses_other_gradients():
         op(X, X, S, None, None, S[0], stats, "rms_norm", [True] * 5)
 
 
+def test_backward_of_a_shift_that_is_absent():
+    """Catches a crash where a caller of the op wants every gradient."""
+    op = torch.ops.fused_op
+    _, stats = op.modulated_norm_forward(X, S, None, None, None, "layer_norm", 1e-5, True)
+    of_zeros = op.modulated_norm_backward(
+        X, X, S, torch.zeros_like(S), None, None, stats, "layer_norm", [True] * 5
+    )
+    found = op.modulated_norm_backward(X, X, S, None, None, None, stats, "layer_norm", [True] * 5)
+    assert_same(found, of_zeros)
+
+
 @pytest.mark.parametrize("entries", [(2, 8), (2, 5, 8)], ids=str)
 def test_derivatives_by_one_argument_alone(function, entries, device):
     """Catches an output that depends on no tensor with a gradient, where a formula takes over."""

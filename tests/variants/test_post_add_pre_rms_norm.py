@@ -162,6 +162,24 @@ def test_saved_are_the_input_the_sum_and_two_numbers_a_row(device):
     assert [t.data_ptr() for t in saved[:4]] == [t.data_ptr() for t in (h, sum, w1, w2)]
 
 
+def test_a_residual_alone_saves_nothing(device):
+    """Its gradient is that of the sum. Catches rows kept for it, and an error if they change."""
+    h, w = draw(6, 32, device=device), draw(32, device=device)
+    r = draw(6, 32, device=device).requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        sum = fused_rms_norm_add(h, r, w, 1e-6)
+    assert not saved
+    h.zero_()
+    for create_graph in (False, True):
+        g = draw(6, 32, device=device).requires_grad_()
+        (grad,) = torch.autograd.grad(sum, r, g, retain_graph=True, create_graph=create_graph)
+        assert torch.equal(grad, g) and (grad.requires_grad or not create_graph)
+    with fused_op.disabled():
+        (grad,) = torch.autograd.grad(sum, r, g)
+    assert torch.equal(grad, g)
+
+
 def test_the_formula_has_the_same_gradients():
     """What `disabled()` and second derivatives take: all four, and with the sum alone."""
     tensors = [draw(5, 24, dtype=F64), draw(5, 24, dtype=F64), draw(24, dtype=F64)]

@@ -201,6 +201,8 @@ PACKED_ERRORS = [
     (TypeError, "argument 'heads' must be int, not float", {"heads": 4.0}),
     (TypeError, "argument 'kv_heads' must be int, not bool", {"kv_heads": True}),
     (ValueError, "heads and kv_heads must be positive, got 4 and 0", {"kv_heads": 0}),
+    (ValueError, r"there are more than 2\^31 heads", {"heads": 2, "kv_heads": 2**63 - 1}),
+    (RuntimeError, "cos must have at least one dimension", {"cos": ROW[0, 0], "sin": ROW[0, 0]}),
     (RuntimeError, "the last dimension of qkv must be .* a multiple of 8, got 60",
      {"qkv": WIDE[:, :60]}),
     (RuntimeError, r"Expected q_weight of shape \[8\] or \[4, 8\]", {"q_weight": torch.ones(9)}),

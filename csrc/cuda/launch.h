@@ -74,8 +74,8 @@ inline bool has_too_many_kernels(const KernelKey& next, const DeviceInfo& device
          look_up(next, device.arch) == nullptr;
 }
 
-// The key of a plan. In a process with too many kernels, `constant`, the width that the kernel
-// would be compiled for, becomes 0 first.
+// The key of a plan. In a process with too many kernels, `constant`, which the kernel would be
+// compiled for (the width, or the number of a row's parts), becomes 0 first.
 template <typename KeyOf>
 KernelKey key_of_plan(int& constant, const DeviceInfo& device, KeyOf&& key_of) {
   const KernelKey key = key_of();

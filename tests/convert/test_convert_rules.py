@@ -5,9 +5,7 @@ one that is refused, and a report, a pattern or a refusal that misleads.
 """
 
 import copy
-import gc
 import re
-import weakref
 
 import pytest
 import torch
@@ -325,85 +323,6 @@ class RaisingProperty(nn.Module):
 def test_property_of_another_module_may_raise():
     report = convert(nn.Sequential(RaisingProperty(), nn.LayerNorm(COLS)))
     assert [c.name for c in report.converted] == ["1"] and not report.skipped
-
-
-class ShapeOfNothing(LlamaNorm):
-    @property
-    def normalized_shape(self):
-        raise RuntimeError("no shape before setup")
-
-
-class BiasOfNothing(LlamaNorm):
-    @property
-    def bias(self):
-        raise RuntimeError("no bias before setup")
-
-
-class GroupsOfNothing(GatedNorm):
-    @property
-    def n_groups(self):
-        raise RuntimeError("no groups before setup")
-
-
-class FunctionNorm(nn.Module):
-    forward = staticmethod(torch.relu)
-
-
-class SealedGatedNorm(GatedNorm):
-    def __init_subclass__(cls):
-        raise TypeError("it is final")
-
-
-def of_shape(shape) -> nn.Module:
-    module = LlamaNorm()
-    module.normalized_shape = shape
-    return module
-
-
-UNUSUAL = {
-    "property": (ShapeOfNothing, "its normalized_shape raises RuntimeError: no shape before setup"),
-    "bias": (BiasOfNothing, "its bias raises RuntimeError: no bias before setup"),
-    "number": (lambda: of_shape(8.0), "its normalized_shape is a float, not one or several sizes"),
-    "word": (lambda: of_shape("last"), "its normalized_shape is a str, not one or several sizes"),
-    "tensor": (
-        lambda: of_shape(torch.ones(2)),
-        "its normalized_shape is a Tensor, not one or several sizes",
-    ),
-    "not yet": (lambda: of_shape(-1), "normalises no elements"),
-    "builtin": (FunctionNorm, "its forward does not tell its arguments"),
-    "sealed": (SealedGatedNorm, "its class refuses a subclass: TypeError: it is final"),
-}
-
-
-@pytest.mark.parametrize("case", UNUSUAL)
-def test_unusual_module_does_not_end_the_conversion_of_others(case):
-    """Catches an error of one module that leaves the whole model as it was."""
-    make, reason = UNUSUAL[case]
-    report = convert(nn.Sequential(make(), nn.LayerNorm(COLS)))
-    assert [s.reason for s in report.skipped] == [reason]
-    assert [c.name for c in report.converted] == ["1"]
-
-
-def test_groups_whose_number_raises_are_none():
-    """Catches the same error of a gated norm, which is converted without them."""
-    assert [c.name for c in convert(nn.Sequential(GroupsOfNothing())).converted] == ["0"]
-
-
-def test_class_that_nobody_uses_is_collected():
-    """Catches a cache that keeps every class, and its globals, that was ever converted."""
-
-    def used() -> weakref.ref:
-        class Defined(LlamaNorm):
-            pass
-
-        module = Defined()
-        assert convert(module).converted
-        assert type(module) is fused_class(Defined, recipe_of(type(module)))
-        return weakref.ref(Defined)
-
-    found = used()
-    gc.collect()
-    assert found() is None
 
 
 def test_kernel_of_another_device_is_not_invented(monkeypatch):

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "cuda/kernels.h"
+#include "cuda/launch.h"
 
 #define EXPECT(...)                                                           \
   do {                                                                        \
@@ -287,6 +288,22 @@ void test_fork() {
   EXPECT(status == 0);
 }
 
+void test_grids() {
+  const auto throws = [](std::int64_t x, std::int64_t y) {
+    try {
+      cta_grid(x, y);
+      return false;
+    } catch (const fused_op::KernelError&) {
+      return true;
+    }
+  };
+  const dim3 grid = cta_grid(0x7fffffff, 0xffff);
+  EXPECT(grid.x == 0x7fffffff && grid.y == 0xffff && grid.z == 1);
+  EXPECT(throws(0x80000000, 1));
+  EXPECT(throws((std::int64_t{1} << 32) + 5, 1));  // 5, if it were cut off
+  EXPECT(throws(1, 0x10000));
+}
+
 void test_speed() {  // for a reader of the output; nothing is asserted
   for (std::uint64_t i = 0; i < 300; ++i) {
     find(i << 8 | i << 40);
@@ -322,6 +339,7 @@ int main(int, char** arguments) {
       {"many_keys", test_many_keys},
       {"threads", test_threads},
       {"fork", test_fork},
+      {"grids", test_grids},
       {"speed", test_speed}};
   tests.at(arguments[1])();
   return 0;

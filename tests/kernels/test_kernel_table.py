@@ -32,6 +32,7 @@ TESTS = {  # name: what it catches
     "many_keys": "keys that are lost or slow among others",
     "threads": "a kernel that two threads compile, or one that is half in the table",
     "fork": "a lock that is held in the parent at the fork, and so in the child for ever",
+    "grids": "a grid whose size is cut off, so that most rows are left out",
     "speed": "nothing: it prints the time of a look-up",
 }
 JIT = {"package_alone": "0", "unknown_value": "yes"}

@@ -12,8 +12,9 @@ NOTE = (
     "distance from the fastest to the slowest round, and in parentheses the part of the native "
     "time in that line. The column "
     f"`{ADDITIONS}` has the residual additions in the norms, eager by `convert(residual=True)`, "
-    "compiled by `compile_pass`, which moves rotary embedding, too, and modulations by "
-    "`convert(modulation=True)`; it is empty where none can move. Of Liger only its norms."
+    "compiled by `compile_pass`, which moves rotary embedding, too, and modulations and SiLU by "
+    "`convert(modulation=True, activation=True)`; it is empty where none can move. Of Liger only "
+    "its norms."
 )
 
 

@@ -184,26 +184,28 @@ def _converted(model: nn.Module, mode: str) -> Built:
 
 
 def _with_additions(model: nn.Module, mode: str) -> Built:
-    blocks = convert(model, residual=mode == "eager", modulation=True).blocks
-    modulations = sum(block.modulations for block in blocks)
-    if mode == "torch.compile":
-        return _with_compile_pass(model, modulations)
-    additions = sum(block.additions for block in blocks)
-    if additions + modulations == 0:
-        raise NothingToMeasure("no addition or modulation of its blocks can move into a norm")
-    return Built(model, note=lambda: f"{additions} additions, {modulations} modulations")
+    is_eager = mode == "eager"  # compiled, compile_pass moves the additions
+    blocks = convert(model, residual=is_eager, modulation=True, activation=True).blocks
+    forms = {"additions": 0, "modulations": 0, "activations": 0}
+    for block in blocks:
+        forms = {form: count + getattr(block, form) for form, count in forms.items()}
+    if not is_eager:
+        return _with_compile_pass(model, forms["modulations"], forms["activations"])
+    if not any(forms.values()):
+        raise NothingToMeasure("nothing beside the norms of its blocks can move into them")
+    return Built(model, note=lambda: ", ".join(f"{n} {form}" for form, n in forms.items()))
 
 
-def _with_compile_pass(model: nn.Module, modulations: int) -> Built:
+def _with_compile_pass(model: nn.Module, modulations: int, activations: int) -> Built:
     during = contextlib.ExitStack()
     fusing = during.enter_context(compile_pass())
     # A graph out of a cache would not be counted.
     during.enter_context(torch._inductor.config.patch(force_disable_caches=True))
 
     def note() -> str:
-        if fusing.report().forward + modulations == 0:
+        if fusing.report().forward + modulations + activations == 0:
             raise NothingToMeasure(str(fusing.report()))
-        return f"{fusing.report()}; {modulations} modulations"
+        return f"{fusing.report()}; {modulations} modulations, {activations} activations"
 
     return Built(model, note, during)
 

@@ -2,11 +2,11 @@
 
 Llama, Qwen3, GPT-2, ViT and ConvNeXt of transformers, a diffusion transformer and a UNet of
 diffusers, with random bf16 weights, eager and by torch.compile: native, converted, converted with
-the residual additions, the modulations and, compiled, the rotary embedding in the norms (by
-`convert(residual=True, modulation=True)` or `compile_pass`), and with Liger's norms where it is
-installed. A step is forward, loss and backward; the optimizer, which is the same for all, is left
-out. Variants share their parameters and take turns, so that all see the same clocks. A variant
-whose loss or gradients differ from the native ones gets no figure.
+the residual additions, the modulations, the activations and, compiled, the rotary embedding in the
+norms (by options of `convert`, and `compile_pass`), and with Liger's norms where it is installed. A
+step is forward, loss and backward; the optimizer, which is the same for all, is left out. Variants
+share their parameters and take turns, so that all see the same clocks. A variant whose loss or
+gradients differ from the native ones gets no figure.
 
 The file is rewritten after every row, which is a model in a mode. `--append` goes on where a run
 stopped, and no row begins after `--minutes`. `--small` takes tiny sizes, to try the program without

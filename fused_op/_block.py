@@ -1,11 +1,13 @@
 """For a block of any library, a subclass of it whose norms do what its forward did around them.
 
-They add the residual, or modulate. ``_rewrite.py`` makes that forward, and proves it; ``add_norm``,
-``norm_add_norm`` and ``modulated_norm`` are what it calls.
+They add the residual, modulate, or apply SiLU. ``_rewrite.py`` makes that forward, and proves it;
+``add_norm``, ``norm_add_norm``, ``modulated_norm`` and ``activated_norm`` are what it calls.
 """
 
 from __future__ import annotations
 
+import operator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +15,16 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as global_hooks
 
+from ._activation import SILU
 from ._contexts import is_autocast
 from ._fused_class import Formula, is_fused
+from ._group_norm import FusedGroupNorm, fused_group_norm
+from ._grouped_class import GroupedFormula
 from ._modulated_norm import fused_modulated_layer_norm, fused_modulated_rms_norm
 from ._post_add_pre_rms_norm import fused_post_add_pre_rms_norm
 from ._probe import Refusal
 from ._recipe import RECIPE, made_once, make_subclass, recipe_of
-from ._rewrite import BOTH, HELPER, MODULATE, Found, Wanted, rewritten
+from ._rewrite import ACTIVATE, BOTH, HELPER, MODULATE, Found, Wanted, rewritten
 from .functional import fused_add_layer_norm, fused_add_rms_norm
 from .modules import CONVERTED, FusedLayerNorm, FusedRMSNorm, takes_original
 
@@ -37,27 +42,27 @@ class Block(NamedTuple):
     """How many residuals they add."""
     modulations: int
     """How often they modulate."""
+    activations: int
+    """How often they apply SiLU."""
     reason: str
     """Why neither; empty otherwise."""
 
 
-def fuse_blocks(model: nn.Module, residual: bool, modulation: bool) -> tuple[Block, ...]:
+def fuse_blocks(
+    model: nn.Module, residual: bool, modulation: bool, activation: bool
+) -> tuple[Block, ...]:
     """Give each block of a converted model, whose forward allows it, one that asks its norms."""
     blocks = []
     for name, module in model.named_modules():
-        norms = frozenset(  # under each of its names: named_children() has one
-            child_name
-            for child_name, child in module._modules.items()
-            if child is not None and CONVERTED in child.__dict__ and _is_of_rows(type(child))
-        )
-        before, wanted = type(module), Wanted(norms, residual, modulation)
+        before, options = type(module), (residual, modulation, activation)
         earlier = recipe_of(before)
         if isinstance(earlier, Wanted):  # of an earlier call
-            residual_too = residual or earlier.additions
-            wanted = Wanted(norms, residual_too, modulation or earlier.modulations)
+            done = earlier.additions, earlier.modulations, bool(earlier.groups)
+            options = tuple(map(operator.or_, options, done))
             # Not by CONVERTED, which an instance that such a class has made does not have.
             before, *_ = getattr(before, RECIPE)
-        if not norms or wanted == earlier:
+        wanted = _wanted(module, *options)
+        if not (wanted.norms or wanted.groups) or wanted == earlier:
             continue
         try:
             if "forward" in module.__dict__:
@@ -66,13 +71,32 @@ def fuse_blocks(model: nn.Module, residual: bool, modulation: bool) -> tuple[Blo
                 raise Refusal("its class was changed after convert: undo that first")
             after = block_class(before, wanted)
         except Refusal as refusal:
-            blocks.append(Block(name, before.__name__, 0, 0, str(refusal)))
+            blocks.append(Block(name, before.__name__, 0, 0, 0, str(refusal)))
             continue
         module.__dict__[CONVERTED] = before
         module.__class__ = after
         found: Found = getattr(after, _FOUND)
         blocks.append(Block(name, before.__name__, *found, ""))
     return tuple(blocks)
+
+
+def _wanted(module: nn.Module, residual: bool, modulation: bool, activation: bool) -> Wanted:
+    """What the forward of a module is searched for, by the names of its norms and activations."""
+    children = {k: c for k, c in module._modules.items() if c is not None}  # with all their names
+    converted = {k: type(c) for k, c in children.items() if CONVERTED in c.__dict__}
+    rows = frozenset(k for k, cls in converted.items() if _is_of_rows(cls))
+    groups = frozenset(k for k, cls in converted.items() if _is_of_groups(cls))
+    silus = frozenset(k for k, c in children.items() if type(c) is nn.SiLU)
+    if type(module).forward in (nn.Sequential.forward, _forward_of_sequence):
+        groups &= {k for k, following in pairwise(children) if following in silus}
+    if not rows:
+        residual = modulation = False
+    return Wanted(
+        rows if residual or modulation else frozenset(),
+        residual,
+        modulation,
+        *((groups, silus) if activation and groups else ()),
+    )
 
 
 def add_norm(norm: Any, left: Any, right: Any) -> tuple[Any, Any]:
@@ -138,6 +162,56 @@ def modulated_norm(norm: Any, input: Any, scale: Any, shift: Any = _ABSENT) -> A
         return fused_modulated_rms_norm(input, scale, shift, weight, eps)
     product = norm(input) * (1 + scale)
     return product if shift is _ABSENT else product + shift
+
+
+def activated_norm(norm: Any, activation: Any, input: Any) -> Any:
+    """``activation(norm(input))``, in one kernel where both can be asked for that."""
+    if _is_free_silu(activation) and _is_free_group_norm(norm, input):
+        formula = _formula_of(type(norm))
+        weight, bias = (norm.__dict__["_parameters"].get(name) for name in ("weight", "bias"))
+        groups, eps = formula.groups_of(norm), formula.eps_of(norm)
+        return fused_group_norm(input, groups, weight, bias, eps, activation="silu")
+    return activation(norm(input))
+
+
+def _forward_of_sequence(self: Any, input: Any) -> Any:
+    """The forward of ``nn.Sequential``, with each group norm and SiLU in one kernel."""
+    done: Any = None
+    for module, following in pairwise([*self, None]):
+        if module is done:
+            done = None
+        elif type(following) is nn.SiLU and _is_of_groups(type(module)):
+            input, done = activated_norm(module, following, input), following
+        else:
+            input = module(input)
+    return input
+
+
+def _is_free_silu(activation: Any) -> bool:
+    return activation is SILU or (
+        type(activation) is nn.SiLU and not _is_hooked(activation.__dict__)
+    )
+
+
+def _is_free_group_norm(norm: Any, input: Any) -> bool:
+    """Whether the norm is as ``convert`` left it, and its forward would call the fused op."""
+    if not isinstance(norm, nn.Module) or not _is_of_groups(type(norm)):
+        return False
+    state, formula = norm.__dict__, _formula_of(type(norm))
+    if CONVERTED not in state or not is_fused(type(norm)) or _is_hooked(state):
+        return False
+    affine = [p for p in state["_parameters"].values() if p is not None]
+    return (
+        type(input) is Tensor
+        and getattr(norm, "activation", None) is None
+        # Wrappers hold a parameter elsewhere, such as FSDP with flat parameters.
+        and all(p in state["_parameters"] or not hasattr(norm, p) for p in ("weight", "bias"))
+        and (type(norm) is FusedGroupNorm or formula.takes(input, affine[0] if affine else None))
+        # Compiled code cannot ask for all of the reasons for which the op might fail.
+        and not takes_original(
+            norm, input, *affine, has_failed=not is_dynamo_compiling(), is_image=True
+        )
+    )
 
 
 def _is_like(tensor: Any, other: Any) -> bool:
@@ -222,15 +296,20 @@ def _is_free(norm: Any) -> bool:
 _OPTIONS = ("dropout_p", "zero_centered", "out_dtype", "memory_efficient")
 
 
+def _is_of_groups(cls: Any) -> bool:
+    return isinstance(_formula_of(cls), GroupedFormula)
+
+
 def _is_of_rows(cls: Any) -> bool:
     """Whether it is the fused class of a norm over the last dimensions of one input."""
     formula = _formula_of(cls)
     return isinstance(formula, Formula) and not formula.images
 
 
-_OF_MODULES: dict[Any, Formula] = {
+_OF_MODULES: dict[Any, Formula | GroupedFormula] = {
     FusedLayerNorm: Formula("layer_norm", "weight", "eps"),
     FusedRMSNorm: Formula("rms_norm", "weight", "eps"),
+    FusedGroupNorm: GroupedFormula("num_groups", "eps"),
 }
 
 
@@ -280,7 +359,10 @@ def block_class(original: Any, wanted: Wanted) -> type[nn.Module]:
     Raises:
         Refusal: there is none.
     """
-    forward, found = rewritten(original.forward, wanted)
+    if original.forward is nn.Sequential.forward:
+        forward, found = _forward_of_sequence, Found(0, 0, len(wanted.groups))
+    else:
+        forward, found = rewritten(original.forward, wanted)
     members = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -290,6 +372,7 @@ def block_class(original: Any, wanted: Wanted) -> type[nn.Module]:
         HELPER: staticmethod(add_norm),
         BOTH: staticmethod(norm_add_norm),
         MODULATE: staticmethod(modulated_norm),
+        ACTIVATE: staticmethod(activated_norm),
     }
     # Under the name of the original: libraries look for the blocks of a model by it.
     return make_subclass(original, wanted, block_class, original.__name__, members)

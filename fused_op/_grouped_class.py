@@ -32,6 +32,11 @@ class GroupedFormula(NamedTuple):
     def eps_of(self, module: nn.Module) -> Any:
         return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
 
+    def takes(self, input: Tensor, affine: Tensor | None) -> bool:
+        """Whether inputs like this one were compared, with this weight or bias or none."""
+        dtypes = self.dtypes if affine is None else (affine.dtype,)
+        return input.dtype in dtypes and input.dim() in self.dims
+
 
 def grouped_class(original: type[nn.Module], formula: GroupedFormula) -> type[nn.Module]:
     """The fused class: :class:`FusedGroupNorm` for PyTorch's own, else a subclass of ``original``.
@@ -54,8 +59,7 @@ def _subclass(original: Any, formula: GroupedFormula) -> type[nn.Module]:
             len(args) != 1
             or kwargs
             or not isinstance(args[0], Tensor)
-            or args[0].dtype not in (formula.dtypes if affine is None else (affine.dtype,))
-            or args[0].dim() not in formula.dims
+            or not formula.takes(args[0], affine)
             or (
                 is_dynamo_compiling() and takes_original(self, args[0], weight, bias, is_image=True)
             )

@@ -10,18 +10,25 @@ the same with ``h = self.p(f(…))`` before it    ``h, r = norm_add_norm(self.p,
 ``self.n(x) * (1 + s) + t``                    ``modulated_norm(self.n, x, s, t)``
 ``h = self.n(x)``; ``h = h * (1 + s) + t``     ``h = modulated_norm(self.n, x, s, t)``
 the same two without ``+ t``                   ``modulated_norm(self.n, x, s)``
+``self.a(self.n(x))``, where ``a`` is SiLU      ``activated_norm(self.n, self.a, x)``
+``h = self.n(x)``; ``h = self.a(h)``           ``h = activated_norm(self.n, self.a, x)``
 =============================================  ====================================================
+
+``h = self.n(x)`` may also end a branch of an ``if`` before ``h = self.a(h)``, which then ends each
+branch instead. ``F.silu`` may stand for ``self.a``.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import linecache
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
+from ._activation import Activation, activation_of
 from ._modulation import Modulation, modulation_of
 from ._probe import Refusal
 
@@ -29,7 +36,8 @@ Node = TypeVar("Node", bound=ast.AST)
 
 HELPER = "_fused_op_add_norm"  # the name of add_norm in a block
 BOTH = "_fused_op_norm_add_norm"  # of norm_add_norm
-MODULATE = "_fused_op_modulated_norm"  # and of modulated_norm
+MODULATE = "_fused_op_modulated_norm"  # of modulated_norm
+ACTIVATE = "_fused_op_activated_norm"  # and of activated_norm
 
 
 class Wanted(NamedTuple):
@@ -38,12 +46,16 @@ class Wanted(NamedTuple):
     norms: frozenset[str]  # their names
     additions: bool
     modulations: bool
+    groups: frozenset[str] = frozenset()  # the names of group norms, if activations are wanted
+    silus: frozenset[str] = frozenset()  # and those of SiLU modules
 
     def missing(self) -> str:
         """The words for a forward with nothing of it."""
-        addition = "no addition comes right before a norm"
-        modulation = "no modulation comes right after a norm"
-        forms = [addition] * self.additions + [modulation] * self.modulations
+        forms = ["no addition comes right before a norm"] * (self.additions and bool(self.norms))
+        forms += ["no modulation comes right after a norm"] * (
+            self.modulations and bool(self.norms)
+        )
+        forms += ["no SiLU comes right after a group norm"] * bool(self.groups)
         return f"{' and '.join(forms)} in its forward"
 
 
@@ -52,6 +64,7 @@ class Found(NamedTuple):
 
     additions: int
     modulations: int
+    activations: int
 
 
 def rewritten(forward: Any, wanted: Wanted) -> tuple[types.FunctionType, Found]:
@@ -59,7 +72,7 @@ def rewritten(forward: Any, wanted: Wanted) -> tuple[types.FunctionType, Found]:
 
     Args:
         forward: of a class.
-        wanted: additions before norms, modulations after them, or both.
+        wanted: additions before norms, modulations and activations after them.
 
     Raises:
         Refusal: there is none, or it is not certain what the forward does.
@@ -83,9 +96,9 @@ def rewritten(forward: Any, wanted: Wanted) -> tuple[types.FunctionType, Found]:
         raise Refusal("its forward is not what its source says, or that is not there") from None
     if not _keeps_self(node):
         raise Refusal("its forward has another self")
-    rewriter = _Rewriter(wanted)
+    rewriter = _Rewriter(wanted, forward)
     rewriter.generic_visit(node)
-    found = Found(rewriter.additions, rewriter.modulations)
+    found = Found(rewriter.additions, rewriter.modulations, rewriter.activations)
     if not any(found):
         raise Refusal(wanted.missing())
     code = _compiled(ast.fix_missing_locations(tree), forward)
@@ -184,8 +197,9 @@ def _is_same(a: types.CodeType, b: types.CodeType) -> bool:
 class _Rewriter(ast.NodeTransformer):
     """Replaces the forms in the table above, but not in functions and classes inside a forward."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: Wanted, forward: types.FunctionType) -> None:
         self._wanted = wanted
+        self._forward = forward
         # The forms that are statements, each with how many it takes.
         self._forms: list[tuple[Callable[[list[ast.stmt]], ast.stmt | None], int]] = []
         if wanted.modulations:
@@ -193,11 +207,14 @@ class _Rewriter(ast.NodeTransformer):
         if wanted.additions:
             self._forms += [(self._norm_add_keep_norm, 4), (self._add_keep_norm, 3)]
             self._forms += [(self._norm_of_sum, 1)]
+        if wanted.groups:
+            self._forms += [(self._norm_then_activation, 2), (self._branches_then_activation, 2)]
         # That a statement is inside of. After an error in one of several statements, a `try` finds
         # what those before it have assigned.
         self._tries = 0
         self.additions = 0
         self.modulations = 0
+        self.activations = 0
 
     def visit(self, node: ast.AST) -> ast.AST:
         if isinstance(node, _SCOPES):
@@ -319,12 +336,66 @@ class _Rewriter(ast.NodeTransformer):
         code = f"{h} = self.{HELPER}(self.{norm}, None, None)[0]"
         return _statement(one[0], code, argument.left, argument.right)
 
-    def _norm_call(self, call: ast.expr | None) -> tuple[str | None, ast.expr | None]:
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """``self.a(self.n(x))``."""
+        parts = self._activation(node)
+        norm, argument = self._norm_call(parts and parts.normalized, self._wanted.groups)
+        if parts is None or norm is None or argument is None:
+            return self.generic_visit(node)
+        return self._activated(node, norm, cast(ast.expr, self.visit(argument)), parts)
+
+    def _norm_then_activation(self, two: list[ast.stmt]) -> ast.stmt | None:
+        """``h = self.n(x)``, ``h = self.a(h)``."""
+        if len(two) != 2:
+            return None
+        (h, call), (output, last) = map(_assignment, two)
+        norm, argument = self._norm_call(call, self._wanted.groups)
+        parts = self._activation(last)
+        if norm is None or argument is None or parts is None:
+            return None
+        if h is None or not h == output == _name(parts.normalized):
+            return None
+        value = self._activated(two[0], norm, argument, parts)
+        return ast.copy_location(ast.Assign([ast.Name(h, ast.Store())], value), two[0])
+
+    def _branches_then_activation(self, two: list[ast.stmt]) -> ast.stmt | None:
+        """``if c: ...; h = self.n(x)`` with any other branches, ``h = self.a(h)``."""
+        if len(two) != 2 or not isinstance(two[0], ast.If):
+            return None
+        h, last = _assignment(two[1])
+        parts = self._activation(last)
+        if h is None or parts is None or h != _name(parts.normalized):
+            return None
+        before = self.activations
+        branches = [
+            self._statements([*branch, copy.deepcopy(two[1])])
+            for branch in (two[0].body, two[0].orelse)
+        ]
+        if self.activations == before:
+            return None
+        self.activations = before + 1  # of which each call takes one
+        return ast.copy_location(ast.If(two[0].test, *branches), two[0])
+
+    def _activated(
+        self, place: ast.AST, norm: str, argument: ast.expr, parts: Activation
+    ) -> ast.expr:
+        self.activations += 1
+        call: Any = _placed(ast.parse(f"self.{ACTIVATE}(self.{norm})", mode="eval").body, place)
+        call.args += [parts.function, argument]
+        return cast(ast.expr, call)
+
+    def _activation(self, expression: ast.expr | None) -> Activation | None:
+        return activation_of(expression, self._wanted.silus, self._forward)
+
+    def _norm_call(
+        self, call: ast.expr | None, names: frozenset[str] | None = None
+    ) -> tuple[str | None, ast.expr | None]:
         """The name of the norm, and the argument, of ``self.n(x)``."""
+        names = self._wanted.norms if names is None else names
         match call:
             case ast.Call(
                 func=ast.Attribute(value=ast.Name(id="self"), attr=norm), args=[x], keywords=[]
-            ) if norm in self._wanted.norms and not isinstance(x, ast.Starred):
+            ) if norm in names and not isinstance(x, ast.Starred):
                 return (None, None) if _assigns(x) else (norm, x)
         return None, None
 

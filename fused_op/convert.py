@@ -76,8 +76,8 @@ class Report:
         for name, what, note in rows:
             lines.append(f"  {name:{widths[0]}}  {what:{widths[1]}}  {note}".rstrip())
         for block in self.blocks:
-            done = {"additions": block.additions, "modulations": block.modulations}
-            counts = ", ".join(f"{what} {count}" for what, count in done.items() if count)
+            forms = ("additions", "modulations", "activations")
+            counts = ", ".join(f"{form} {n}" for form in forms if (n := getattr(block, form)))
             what = block.reason or f"done by its norms: {counts}"
             lines.append(f"  {block.name or '(the model)'}  {block.type_name}  {what}")
         return "\n".join(lines)
@@ -90,6 +90,7 @@ def convert(
     exclude: Select = None,
     residual: bool = False,
     modulation: bool = False,
+    activation: bool = False,
 ) -> Report:
     """Give the norms of a model a fused forward, in place, after a comparison of each.
 
@@ -136,6 +137,9 @@ def convert(
             in modules whose forward has ``self.norm(x) * (1 + scale) + shift``, in one statement or
             in two. Such a module gets a subclass, too. In 16 bits the result is rounded once, where
             the original rounds after each operation.
+        activation: let group norms also apply the SiLU behind them, as in the blocks of UNets and
+            autoencoders: ``self.silu(self.norm(x))`` in one statement or in two, and ``F.silu``.
+            Such a module gets a subclass, too. In 16 bits the result is rounded once, not twice.
 
     Returns:
         The norms that changed, and those that did not, each with its reason. A norm with several
@@ -145,7 +149,7 @@ def convert(
         TypeError: ``model`` is not a module, or another argument has the wrong type.
         ValueError: a pattern matches no norm.
     """
-    check_bools("convert", residual=residual, modulation=modulation)
+    check_bools("convert", residual=residual, modulation=modulation, activation=activation)
     norms = _norms("convert", model)
     included = _selection("include", include, norms)
     excluded = _selection("exclude", exclude, norms)
@@ -172,7 +176,8 @@ def convert(
     for module, after in changes:
         module.__dict__[CONVERTED] = module.__class__
         module.__class__ = after
-    blocks = fuse_blocks(model, residual, modulation) if residual or modulation else ()
+    wanted = residual, modulation, activation
+    blocks = fuse_blocks(model, *wanted) if any(wanted) else ()
     return Report(tuple(converted), tuple(skipped), blocks)
 
 

@@ -368,6 +368,7 @@ def failing(name, module):
         (lambda m: convert(m, exclude=failing), KeyError, "a"),
         (lambda m: convert(m, residual="yes"), TypeError, "'residual' must be bool, not str"),
         (lambda m: convert(m, modulation=1), TypeError, "'modulation' must be bool, not int"),
+        (lambda m: convert(m, activation="silu"), TypeError, "'activation' must be bool, not str"),
         (lambda m: convert([m]), TypeError, "convert: model must be a torch.nn.Module, not list"),
         (lambda m: revert([m]), TypeError, "revert: model must be a torch.nn.Module, not list"),
     ],

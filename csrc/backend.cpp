@@ -324,6 +324,15 @@ void channels_first_backward(ChannelsFirstBackwardArgs& args, at::Device device)
 #endif
 }
 
+void transpose([[maybe_unused]] const TransposeArgs& args, [[maybe_unused]] at::Device device) {
+#ifdef FUSED_OP_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(device);
+  check_launch(cuda::transpose(args, c10::cuda::getCurrentCUDAStream()), "copy");
+#else
+  fail_without_cuda();
+#endif
+}
+
 void group_norm_forward(const GroupNormForwardArgs& args, at::Device device) {
   if (device.is_cpu()) {
     Workspace workspace(device);

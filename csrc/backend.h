@@ -11,6 +11,7 @@
 #include "core/norm_args.h"
 #include "core/post_add_pre.h"
 #include "core/quantize.h"
+#include "core/transpose.h"
 #include "core/variant.h"
 
 namespace fused_op::backend {
@@ -52,6 +53,8 @@ void channels_first_backward(ChannelsFirstBackwardArgs& args, at::Device device)
 void group_norm_forward(const GroupNormForwardArgs& args, at::Device device);
 // Allocates args.workspace.
 void group_norm_backward(GroupNormBackwardArgs& args, at::Device device);
+// Of a GPU alone.
+void transpose(const TransposeArgs& args, at::Device device);
 
 // The instruction set of the CPU's loops: "default", "avx2" or "avx512".
 const char* cpu_level();

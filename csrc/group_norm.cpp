@@ -2,6 +2,11 @@
 // a sample, and silu behind it: core/group_norm.h. fused_op/_group_norm.py is the other half.
 #include "core/group_norm.h"
 
+#include <ATen/ops/empty_strided.h>
+
+#include <utility>
+#include <vector>
+
 #include "backend.h"
 #include "checks.h"
 #include "kernel_arguments.h"
@@ -144,9 +149,68 @@ void fill(GroupNormArgs& args, const GroupNormCall& call, const Parameters& para
   entries.fill(args.channel);
 }
 
-// The GPU reads planes in vectors.
+// Whether the channels of a pixel are neighbours in memory, those of a plane are not, and pixels
+// and samples follow one another.
+bool has_channels_innermost(const at::Tensor& image) {
+  if (image.dim() < 3 || image.stride(1) != 1 || image.is_contiguous()) {
+    return false;
+  }
+  std::int64_t stride = image.size(1);
+  const auto follows = [&](std::int64_t dim) {
+    const bool fits = image.size(dim) == 1 || image.stride(dim) == stride;
+    stride *= image.size(dim);
+    return fits;
+  };
+  for (std::int64_t dim = image.dim() - 1; dim > 1; --dim) {
+    if (!follows(dim)) {
+      return false;
+    }
+  }
+  return follows(0);
+}
+
+// Copies an image into one of another layout: planes into neighbouring channels, or back.
+void copy_layout(const at::Tensor& from, const at::Tensor& to, bool to_planes) {
+  if (!from.is_cuda()) {
+    to.copy_(from);
+    return;
+  }
+  const std::int64_t channels = from.size(1);
+  const std::int64_t pixels = c10::multiply_integers(from.sizes().slice(2));
+  backend::transpose({.from = from.const_data_ptr(),
+                      .to = to.mutable_data_ptr(),
+                      .element_bytes = static_cast<int>(from.element_size()),
+                      .matrices = from.size(0),
+                      .rows = to_planes ? pixels : channels,
+                      .cols = to_planes ? channels : pixels},
+                     from.device());
+}
+
+// The planes of an image, which the GPU reads in vectors.
 Borrowed readable_image(const at::Tensor& image) {
-  return readable_dense(image, image.is_cuda() ? kVectorBytes : image.element_size());
+  if (!has_channels_innermost(image)) {
+    return readable_dense(image, image.is_cuda() ? kVectorBytes : image.element_size());
+  }
+  at::Tensor planes = backend::empty(image.sizes(), image.scalar_type(), image.device());
+  copy_layout(image, planes, true);
+  return Borrowed::owned(std::move(planes));
+}
+
+// Planes that a kernel has written, as an image of the layout of `like`.
+at::Tensor in_layout_of(const at::Tensor& like, const at::Tensor& planes) {
+  if (!planes.defined() || !has_channels_innermost(like)) {
+    return planes;
+  }
+  std::vector<std::int64_t> strides(static_cast<std::size_t>(planes.dim()), 1);
+  std::int64_t stride = planes.size(1);
+  for (std::int64_t dim = planes.dim() - 1; dim > 1; --dim) {
+    strides[static_cast<std::size_t>(dim)] = stride;
+    stride *= planes.size(dim);
+  }
+  strides[0] = stride;
+  at::Tensor image = at::empty_strided(planes.sizes(), strides, planes.options());
+  copy_layout(planes, image, false);
+  return image;
 }
 
 std::tuple<at::Tensor, at::Tensor> group_norm_forward(
@@ -158,11 +222,11 @@ std::tuple<at::Tensor, at::Tensor> group_norm_forward(
   check_eps(kName, eps);
   check_tensors(call);
   const at::ScalarType dtype = input.scalar_type();
-  const at::Tensor output = backend::empty(input.sizes(), dtype, input.device());
+  const at::Tensor planes = backend::empty(input.sizes(), dtype, input.device());
   const at::Tensor stats = backend::empty_if(save_stats, {2, call.samples() * groups},
                                              stats_dtype(dtype), input.device());
   if (input.numel() == 0) {
-    return {output, save_stats ? stats.zero_() : nothing_like(input)};
+    return {planes, save_stats ? stats.zero_() : nothing_like(input)};
   }
   check_call_memory(call);
   const Borrowed readable = readable_image(input);
@@ -171,11 +235,11 @@ std::tuple<at::Tensor, at::Tensor> group_norm_forward(
   GroupNormForwardArgs args;
   fill(args, call, parameters, entries);
   args.input = readable->const_data_ptr();
-  args.output = pointer(output);
+  args.output = pointer(planes);
   args.stats = pointer(stats);
   args.eps = eps;
   backend::group_norm_forward(args, input.device());
-  return {output, or_nothing(stats, input)};
+  return {in_layout_of(input, planes), or_nothing(stats, input)};
 }
 
 using GroupNormGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
@@ -217,6 +281,7 @@ std::array<at::Tensor, 5> run_backward(const at::Tensor& grad_output, const Grou
   args.grad_scale = pointer(grads[3]);
   args.grad_shift = pointer(grads[4]);
   backend::group_norm_backward(args, input.device());
+  grads[0] = in_layout_of(input, grads[0]);
   return grads;
 }
 

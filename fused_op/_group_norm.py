@@ -1,7 +1,7 @@
 """GroupNorm, with a scale and a shift for each sample: ``csrc/group_norm.cpp`` is the other half.
 
 The kernels take contiguous planes. Images whose channels are innermost are copied to planes and
-back.
+back, by the op itself where they fill their memory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ._arguments import as_float, as_int, check_eps, check_parameter, check_rows, check_tensor
 from ._channels_first import check_activation, in_planes, spread_out
+from ._channels_first_formula import channels_are_last
 from ._group_norm_formula import group_norm, like_layout
 from ._ops import register_fake
 from ._options import PixelActivation, compute_dtype
@@ -81,7 +82,7 @@ def fused_group_norm(
     eps = as_float(_NAME, "eps", eps)
     num_groups = as_num_groups(_NAME, num_groups)
     check_activation(_NAME, activation)
-    planes = in_planes(input)
+    planes = input if _is_read_as_it_is(input) else in_planes(input)
     options = num_groups, eps, activation
     given, entries = spread_out(planes), [scale, shift]
     if given is not planes:
@@ -91,6 +92,17 @@ def fused_group_norm(
     if given is not planes:
         output = output.view(input.shape)
     return output if planes is input else like_layout(output, input)
+
+
+def _is_read_as_it_is(input: Tensor) -> bool:
+    """Whether the op itself copies channels that are innermost. Traced, Inductor copies them."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return (
+        input.dim() in formats
+        and not is_dynamo_compiling()
+        and input.layout is torch.strided
+        and input.is_contiguous(memory_format=formats[input.dim()])
+    )
 
 
 class FusedGroupNorm(nn.GroupNorm):
@@ -261,7 +273,14 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(input, weight, bias, scale, shift, groups, eps, activation)
     stats = input.new_empty((2, input.shape[0] * groups), dtype=compute_dtype(input))
-    return input.new_empty(input.shape), stats if save_stats else input.new_empty(0)
+    return _empty_image(input), stats if save_stats else input.new_empty(0)
+
+
+def _empty_image(input: Tensor) -> Tensor:
+    """The op gives its images the layout of the input, if it has copied that to planes itself."""
+    image = input.new_empty(input.shape)
+    is_copied = channels_are_last(input) and input.movedim(1, -1).is_contiguous()
+    return like_layout(image, input) if is_copied else image
 
 
 def _fake_backward(
@@ -269,13 +288,13 @@ def _fake_backward(
     stats: Tensor, groups: int, activation: PixelActivation, wanted: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     channels, entries = input.shape[1:2], input.shape[:2]
-    tensors = input, weight, bias, scale, shift
-    shapes = input.shape, channels, channels, entries, entries
-    return tuple(
+    parameters = weight, bias, scale, shift
+    shapes = channels, channels, entries, entries
+    return _empty_image(input) if wanted[0] else input.new_empty(0), *(
         (input.new_empty(shape) if t is None else t.new_empty(t.shape))
         if want
         else (input if t is None else t).new_empty(0)
-        for t, shape, want in zip(tensors, shapes, wanted, strict=True)
+        for t, shape, want in zip(parameters, shapes, wanted[1:], strict=True)
     )
 
 

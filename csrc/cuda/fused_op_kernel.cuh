@@ -42,6 +42,8 @@
 //   group_norm_slots.cuh      how they walk over it
 //   forward_group_norm.cuh    group_norm_forward_kernel
 //   backward_group_norm.cuh   group_norm_backward_kernel, group_norm_sums_kernel
+//   transpose.h               what the launch of the next one and the kernel agree on
+//   transpose.cuh             transpose_kernel, for images whose channels are neighbours
 //   add_partials.cuh          add_partials_kernel, the last step of the parameter gradients
 //
 // Their launches, on the host:
@@ -74,3 +76,4 @@
 #include "cuda/forward_rows.cuh"
 #include "cuda/forward_streamed.cuh"
 #include "cuda/quantize_rows.cuh"
+#include "cuda/transpose.cuh"

@@ -13,6 +13,7 @@
 #include "core/norm_args.h"
 #include "core/post_add_pre.h"
 #include "core/quantize.h"
+#include "core/transpose.h"
 #include "core/variant.h"
 
 namespace fused_op::cuda {
@@ -39,6 +40,8 @@ cudaError_t channels_first_backward(const ChannelsFirstBackwardArgs& args, cudaS
 cudaError_t group_norm_forward(const GroupNormForwardArgs& args, cudaStream_t stream);
 std::size_t group_norm_workspace(const GroupNormBackwardArgs& args);
 cudaError_t group_norm_backward(const GroupNormBackwardArgs& args, cudaStream_t stream);
+// Between images whose channels are neighbours and planes.
+cudaError_t transpose(const TransposeArgs& args, cudaStream_t stream);
 
 // Bytes of scratch that norm_backward needs for these args on the current device; may be 0.
 // args.workspace is not read.

@@ -181,6 +181,11 @@ cudaError_t channels_first_backward(const ChannelsFirstBackwardArgs& args, cudaS
   return cudaGetLastError();
 }
 
+cudaError_t transpose(const TransposeArgs& args, cudaStream_t stream) {
+  launch_transpose(args, device_info(), stream);
+  return cudaGetLastError();
+}
+
 cudaError_t group_norm_forward(const GroupNormForwardArgs& args, cudaStream_t stream) {
   launch_group_norm(args, device_info(), stream);
   return cudaGetLastError();

@@ -1,5 +1,6 @@
-// The launches of group norms.
+// The launches of group norms, and of the transposition before and after them.
 #include "cuda/launch.h"
+#include "cuda/transpose.h"
 
 namespace fused_op::cuda {
 namespace {
@@ -75,6 +76,19 @@ void launch_group_norm(const GroupNormBackwardArgs& args, const DeviceInfo& devi
   }
   launch(*adder, {.grid = cta_grid(args.channels), .block = dim3(kGroupSumsThreads)},
          {&args, &slices, &lanes}, device, stream);
+}
+
+void launch_transpose(const TransposeArgs& args, const DeviceInfo& device, cudaStream_t stream) {
+  const KernelKey key = KeyBits(KernelKind::kTranspose).add(bits(args.element_bytes), 4).key();
+  const Kernel& kernel = require_kernel(key, device, [&] {
+    const std::string word = "std::uint" + std::to_string(8 * args.element_bytes) + "_t";
+    return KernelSource{.header = kTransposeHeader,
+                        .name = "fused_op::cuda::transpose_kernel<" + word + ">"};
+  });
+  const std::int64_t tiles =
+      ceil_div(args.rows, kTransposeTile) * ceil_div(args.cols, kTransposeTile);
+  launch(kernel, {.grid = cta_grid(args.matrices * tiles), .block = dim3(kTransposeThreads)},
+         {&args}, device, stream);
 }
 
 }  // namespace fused_op::cuda

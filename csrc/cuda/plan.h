@@ -32,6 +32,7 @@ constexpr const char* kForwardStreamedHeader = "cuda/forward_streamed.cuh";
 constexpr const char* kQuantizedHeader = "cuda/forward_quantized.cuh";
 constexpr const char* kPostAddPreHeader = "cuda/forward_post_add_pre.cuh";
 constexpr const char* kQuantizeRowsHeader = "cuda/quantize_rows.cuh";
+constexpr const char* kTransposeHeader = "cuda/transpose.cuh";
 constexpr const char* kGroupNormForwardHeader = "cuda/forward_group_norm.cuh";
 constexpr const char* kGroupNormBackwardHeader = "cuda/backward_group_norm.cuh";
 constexpr const char* kChannelsFirstForwardHeader = "cuda/forward_channels_first.cuh";

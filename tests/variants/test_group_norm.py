@@ -5,6 +5,9 @@ last pixels, scale and shift of another sample, a sum whose order depends on thr
 and a gradient that misses a sample.
 """
 
+import itertools
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -244,3 +247,48 @@ def test_the_time_embedding_of_a_residual_block(last, device):
             y = F.silu(F.group_norm(x, 4, weight, bias) * (1 + scale) + shift)
         results.append((y, *torch.autograd.grad(loss(y), leaves)))
     assert_same(*results, rtol=1e-4, atol=1e-4)
+
+
+def innermost(images: torch.Tensor) -> torch.Tensor:
+    return images.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+PLACES = {  # of the same values
+    "planes": lambda images: images.contiguous(),
+    "channels innermost": innermost,
+    "channels of wider pixels": lambda images: innermost(torch.cat((images, images), 1))[
+        :, : images.shape[1]
+    ],
+    "every other row": lambda images: images.repeat_interleave(2, 2)[:, :, ::2],
+}
+PLACED = [(2, 6, 3, 5), (1, 8, 65, 2), (2, 4, 3, 2, 5), (3, 4, 70), (2, 6, 1, 1), (2, 1, 3, 4)]
+
+
+@pytest.mark.parametrize("shape", PLACED, ids=str)
+def test_layouts_change_no_bit(shape, pair, device):
+    """Catches elements that a copy moves to another place, and a result of another layout."""
+    given = arguments(shape, pair, device)
+    grad = torch.randn(shape, device=device, dtype=pair.rows)
+    results = {}
+    for name, of_grad in itertools.product(PLACES, PLACES):
+        x = PLACES[name](given["input"]).detach().requires_grad_()
+        leaves = [x, *(given[p].detach().requires_grad_() for p in ("weight", "bias"))]
+        y = fused_group_norm(x, 1, *leaves[1:], activation="silu")
+        results[name, of_grad] = y, *torch.autograd.grad(y, leaves, PLACES[of_grad](grad))
+        is_innermost = "channels" in name and math.prod(shape[2:]) > 1 and shape[1] > 1
+        expected = innermost(y) if is_innermost else y.contiguous()
+        assert y.stride() == expected.stride(), name
+    for name, found in results.items():
+        for tensor, expected in zip(found, results["planes", "planes"], strict=True):
+            assert torch.equal(tensor, expected), name
+
+
+def test_backward_keeps_the_input_itself(device):
+    """Catches a copy of an image that stays in memory until backward."""
+    x = innermost(torch.randn(2, 4, 3, 5, device=device)).requires_grad_()
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        y = fused_group_norm(x, 2)
+    assert [t.data_ptr() for t in seen if t.shape == x.shape] == [x.data_ptr()]
+    y.sum().backward()
+    assert x.grad.stride() == x.stride()

@@ -152,7 +152,7 @@ MODELS = (
     Model("GPT-2 medium", "gpt2", 24, 1024, 16, 4096, 8, 1024, 50257),
     Model("SD3 of 4 blocks", "sd3", 4, 1536, 24, 6144, 8, 64, 1000),
     Model("ConvNeXt", "convnext", 12, 96, 1, 0, 64, 224, 1000),
-    Model("UNet", "unet", 1, 128, 4, 0, 16, 64, 1000),
+    Model("UNet", "unet", 1, 256, 4, 0, 32, 64, 1000),
 )
 
 

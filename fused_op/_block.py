@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as global_hooks
@@ -45,7 +46,7 @@ class Block(NamedTuple):
     activations: int
     """How often they apply SiLU."""
     reason: str
-    """Why neither; empty otherwise."""
+    """Why none of these; empty otherwise."""
 
 
 def fuse_blocks(
@@ -87,7 +88,7 @@ def _wanted(module: nn.Module, residual: bool, modulation: bool, activation: boo
     rows = frozenset(k for k, cls in converted.items() if _is_of_rows(cls))
     groups = frozenset(k for k, cls in converted.items() if _is_of_groups(cls))
     silus = frozenset(k for k, c in children.items() if type(c) is nn.SiLU)
-    if type(module).forward in (nn.Sequential.forward, _forward_of_sequence):
+    if groups and type(module).forward in (_SEQUENCE, _forward_of_sequence):
         groups &= {k for k, following in pairwise(children) if following in silus}
     if not rows:
         residual = modulation = False
@@ -174,12 +175,16 @@ def activated_norm(norm: Any, activation: Any, input: Any) -> Any:
     return activation(norm(input))
 
 
+_SILU_FORWARD = nn.SiLU.forward
+_SEQUENCE, _ITERATION = nn.Sequential.forward, nn.Sequential.__iter__  # PyTorch's own
+
+
 def _forward_of_sequence(self: Any, input: Any) -> Any:
     """The forward of ``nn.Sequential``, with each group norm and SiLU in one kernel."""
-    done: Any = None
-    for module, following in pairwise([*self, None]):
+    done: Any = _ABSENT
+    for module, following in pairwise([*self._modules.values(), None]):
         if module is done:
-            done = None
+            done = _ABSENT
         elif type(following) is nn.SiLU and _is_of_groups(type(module)):
             input, done = activated_norm(module, following, input), following
         else:
@@ -189,7 +194,10 @@ def _forward_of_sequence(self: Any, input: Any) -> Any:
 
 def _is_free_silu(activation: Any) -> bool:
     return activation is SILU or (
-        type(activation) is nn.SiLU and not _is_hooked(activation.__dict__)
+        type(activation) is nn.SiLU
+        and nn.SiLU.forward is _SILU_FORWARD
+        and F.silu is SILU  # which that calls
+        and not _is_hooked(activation.__dict__)
     )
 
 
@@ -359,7 +367,9 @@ def block_class(original: Any, wanted: Wanted) -> type[nn.Module]:
     Raises:
         Refusal: there is none.
     """
-    if original.forward is nn.Sequential.forward:
+    if original.forward is _SEQUENCE and wanted.groups:
+        if original.__iter__ is not _ITERATION:
+            raise Refusal("it iterates over its modules in a way of its own")
         forward, found = _forward_of_sequence, Found(0, 0, len(wanted.groups))
     else:
         forward, found = rewritten(original.forward, wanted)

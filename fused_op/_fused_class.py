@@ -60,7 +60,7 @@ def fused_class(original: type[nn.Module], formula: Formula) -> type[nn.Module]:
 
 def is_fused(cls: type) -> bool:
     """Whether ``convert`` may have given this very class, and not a subclass of it, to a module."""
-    return cls in (FusedLayerNorm, FusedRMSNorm, FusedGroupNorm) or RECIPE in vars(cls)
+    return cls in (FusedLayerNorm, FusedRMSNorm, FusedGroupNorm) or RECIPE in cls.__dict__
 
 
 @made_once

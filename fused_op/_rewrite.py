@@ -144,9 +144,12 @@ def _keeps_self(node: ast.AST) -> bool:
         return False
     arguments = [*node.args.posonlyargs, *node.args.args]
     names = (n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == "self")
+    # By functions, imports, patterns and the errors that a `try` catches.
+    bound = {getattr(n, at, None) for n in ast.walk(node) for at in ("name", "asname", "rest")}
     return (
         bool(arguments)
         and arguments[0].arg == "self"
+        and "self" not in bound
         and all(isinstance(name.ctx, ast.Load) for name in names)
     )
 
@@ -380,8 +383,12 @@ class _Rewriter(ast.NodeTransformer):
         self, place: ast.AST, norm: str, argument: ast.expr, parts: Activation
     ) -> ast.expr:
         self.activations += 1
-        call: Any = _placed(ast.parse(f"self.{ACTIVATE}(self.{norm})", mode="eval").body, place)
-        call.args += [parts.function, argument]
+        code = f"self.{ACTIVATE}(norm=self.{norm})"
+        call: Any = _placed(ast.parse(code, mode="eval").body, place)
+        call.keywords.append(ast.keyword("input", argument))
+        # In the order in which they were evaluated before: of two statements, the norm's is first.
+        at = 0 if isinstance(place, ast.Call) else 2
+        call.keywords.insert(at, ast.keyword("activation", parts.function))
         return cast(ast.expr, call)
 
     def _activation(self, expression: ast.expr | None) -> Activation | None:

@@ -21,6 +21,7 @@ from ._fused_class import is_fused
 from ._judge import Verdict, judge_once, name_of_eps
 from ._options import Rounding
 from ._probe import Refusal
+from ._recipe import RECIPE
 from .modules import CONVERTED
 
 Select = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
@@ -138,8 +139,9 @@ def convert(
             in two. Such a module gets a subclass, too. In 16 bits the result is rounded once, where
             the original rounds after each operation.
         activation: let group norms also apply the SiLU behind them, as in the blocks of UNets and
-            autoencoders: ``self.silu(self.norm(x))`` in one statement or in two, and ``F.silu``.
-            Such a module gets a subclass, too. In 16 bits the result is rounded once, not twice.
+            autoencoders: ``self.silu(self.norm(x))`` in one statement or in two, also with
+            ``F.silu`` or in an ``nn.Sequential``. Such a module gets a subclass, too. In 16 bits
+            the result is rounded once, not twice.
 
     Returns:
         The norms that changed, and those that did not, each with its reason. A norm with several
@@ -198,9 +200,12 @@ def revert(model: nn.Module) -> Report:
         raise TypeError(f"revert: model must be a torch.nn.Module, not {type(model).__name__}")
     converted, skipped = [], []
     for name, module in model.named_modules():
-        if CONVERTED not in module.__dict__:
-            continue
         after = type(module)
+        # A converted instance may have made this one, as a slice of nn.Sequential.
+        original, *_ = vars(after).get(RECIPE, (None,))
+        before = module.__dict__.get(CONVERTED, original)
+        if before is None:
+            continue
         changed = None if is_fused(after) else "class"
         if "forward" in module.__dict__ and not _is_own_forward(module):
             changed = "forward"
@@ -209,7 +214,7 @@ def revert(model: nn.Module) -> Report:
             skipped.append(Skipped(name, after.__name__, reason))
             continue
         module.__dict__.pop("forward", None)
-        before = module.__dict__.pop(CONVERTED)
+        module.__dict__.pop(CONVERTED, None)
         module.__class__ = before
         converted.append(Converted(name, after.__name__, before.__name__, 0))
     return Report(tuple(converted), tuple(skipped))

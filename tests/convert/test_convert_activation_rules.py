@@ -1,6 +1,7 @@
 """Forwards and calls for which ``convert(activation=True)`` must leave something as it is."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from fused_op import convert, fused_group_norm
+from fused_op import convert, fused_group_norm, revert
 from tests.convert.activated import (
     CHANNELS,
     CLOSE,
@@ -264,3 +265,105 @@ def test_every_norm_and_channel_check(device: str) -> None:
     x = drawn(device)
     expected = fused_group_norm(x, 4, *model[0].parameters(), 0.5, activation="silu")
     assert torch.equal(model(x), expected)
+
+
+class ChangesItself(Activated):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.prepared(x))
+        h = self.act(h)
+        return h
+
+    def prepared(self, x: Tensor) -> Tensor:
+        self.act = nn.ReLU()
+        return x
+
+
+class BindsSelf(Activated):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.norm(x))
+        try:
+            raise ValueError
+        except ValueError as self:
+            return x
+
+
+def test_the_order_of_evaluation() -> None:
+    """Catches an activation that is looked up before the norm's input is computed."""
+    model = ChangesItself()
+    assert activations(convert(model, activation=True)) == {"ChangesItself": 1}
+    x = drawn()
+    torch.testing.assert_close(model(x), F.relu(F.group_norm(x, 2)), **CLOSE)
+
+
+def test_another_self() -> None:
+    """Catches a helper that is looked up on what ``self`` means by then."""
+    model = BindsSelf()
+    (block,) = convert(model, activation=True).blocks
+    assert block.reason == "its forward has another self"
+
+
+@pytest.mark.parametrize("option", ["residual", "modulation", "activation"])
+def test_other_modules_of_a_model(option: str) -> None:
+    """Catches an error for a scripted module, and a sequence that is changed for nothing."""
+    script = torch.jit.script(nn.Identity())
+    rows = nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5))
+    model = nn.ModuleList([nn.Sequential(nn.GroupNorm(2, CHANNELS), nn.SiLU(), script), rows])
+    report = convert(model, **{option: True})
+    done = [(b.additions, b.modulations, b.activations) for b in report.blocks if not b.reason]
+    assert done == ([(0, 0, 1)] if option == "activation" else [])
+    assert type(rows) is nn.Sequential
+    x = drawn()
+    expected = nn.functional.group_norm(x, 2)
+    torch.testing.assert_close(model[0](x), F.silu(expected), **CLOSE)
+
+
+def test_slices_go_back() -> None:
+    """Catches a slice that keeps the class of what it was cut from."""
+    model = InASequence().layers
+    convert(model, activation=True)
+    part = model[:2]
+    x = drawn()
+    torch.testing.assert_close(part(x), F.silu(F.group_norm(x, 2)), **CLOSE)
+    revert(part)
+    assert type(part) is nn.Sequential and type(part[0]) is nn.GroupNorm
+    assert b"fused_op" not in pickle.dumps(part)
+
+
+class Doubled(nn.Sequential):
+    def __iter__(self):
+        for module in super().__iter__():
+            yield lambda x, module=module: 2 * module(x)
+
+
+def test_a_sequence_with_its_own_iteration() -> None:
+    """Catches modules that are called without what a subclass does around them."""
+    model = Doubled(nn.GroupNorm(2, CHANNELS), nn.SiLU())
+    reference = copy.deepcopy(model)
+    (block,) = convert(model, activation=True).blocks
+    assert block.reason == "it iterates over its modules in a way of its own"
+    x = drawn()
+    torch.testing.assert_close(model(x), reference(x), **CLOSE)
+
+
+def test_a_missing_entry() -> None:
+    """Catches a sequence that goes on where the original raises."""
+    model = nn.Sequential(nn.GroupNorm(2, CHANNELS), nn.SiLU())
+    model.register_module("2", None)
+    convert(model, activation=True)
+    with pytest.raises(TypeError, match="NoneType"):
+        model(drawn())
+
+
+@pytest.mark.parametrize("where", ["module", "function", "sequence"])
+def test_programs_that_replace_functions_of_pytorch(monkeypatch, where: str) -> None:
+    """Catches SiLU, or a sequence, that no longer does what the program makes it do."""
+    model = nn.Sequential(nn.GroupNorm(2, CHANNELS), nn.SiLU())
+    if where == "module":
+        monkeypatch.setattr(nn.SiLU, "forward", lambda self, x: torch.relu(x))
+    elif where == "function":
+        monkeypatch.setattr(F, "silu", lambda x, inplace: torch.relu(x))
+    else:
+        monkeypatch.setattr(nn.Sequential, "forward", lambda self, x: torch.relu(self[0](x)))
+    convert(model, activation=True)
+    x = drawn()
+    torch.testing.assert_close(model(x), torch.relu(F.group_norm(x, 2)), **CLOSE)

@@ -34,14 +34,17 @@ EXAMPLES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", EXAMPLES)
-def test_example(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example(code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches an example that raises, or that prints another report than the comment beside it."""
     for needing, package in NEEDED.items():
         if needing in code:
             pytest.importorskip(package)
-    exec(compile(code, "example", "exec"), {"__name__": "example"})
+    file = tmp_path / "example.py"  # convert reads the source of a block
+    file.write_text(code)
+    exec(compile(code, str(file), "exec"), {"__name__": "example"})
     printed = capsys.readouterr().out
-    assert all(report in printed for report in re.findall(r"# (norms changed: .*)", code))
+    reports = re.findall(r"# (?:\.\.\. )?((?:norms changed|done by its norms): .*)", code)
+    assert all(report in printed for report in reports)
 
 
 @pytest.mark.parametrize("page", PAGES + READMES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -20,7 +20,7 @@ from ._group_norm_formula import group_norm, like_layout
 from ._ops import register_fake
 from ._options import PixelActivation, compute_dtype
 from ._sizes import differ
-from ._variant import Variant
+from ._variant import Variant, is_strided
 from .modules import CONVERTED, takes_original
 
 _NAME = "fused_group_norm"
@@ -82,7 +82,9 @@ def fused_group_norm(
     eps = as_float(_NAME, "eps", eps)
     num_groups = as_num_groups(_NAME, num_groups)
     check_activation(_NAME, activation)
-    planes = input if _is_read_as_it_is(input) else in_planes(input)
+    # Traced, Inductor copies them faster.
+    is_copied = not is_dynamo_compiling() and _is_copied_by_op(input)
+    planes = input if is_copied else in_planes(input)
     options = num_groups, eps, activation
     given, entries = spread_out(planes), [scale, shift]
     if given is not planes:
@@ -94,14 +96,13 @@ def fused_group_norm(
     return output if planes is input else like_layout(output, input)
 
 
-def _is_read_as_it_is(input: Tensor) -> bool:
-    """Whether the op itself copies channels that are innermost. Traced, Inductor copies them."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+def _is_copied_by_op(input: Tensor) -> bool:
+    """Whether channels are innermost and fill their memory: the op copies them to planes."""
     return (
-        input.dim() in formats
-        and not is_dynamo_compiling()
-        and input.layout is torch.strided
-        and input.is_contiguous(memory_format=formats[input.dim()])
+        input.dim() > 2
+        and is_strided(input)
+        and channels_are_last(input)
+        and input.movedim(1, -1).is_contiguous()
     )
 
 
@@ -277,10 +278,9 @@ def _fake_forward(
 
 
 def _empty_image(input: Tensor) -> Tensor:
-    """The op gives its images the layout of the input, if it has copied that to planes itself."""
+    """An image as the op makes it, in the layout of the input if it has copied that to planes."""
     image = input.new_empty(input.shape)
-    is_copied = channels_are_last(input) and input.movedim(1, -1).is_contiguous()
-    return like_layout(image, input) if is_copied else image
+    return like_layout(image, input) if _is_copied_by_op(input) else image
 
 
 def _fake_backward(

@@ -240,3 +240,24 @@ def test_what_the_ops_refuse():
         forward(x, *none, 3, 1e-5, "tanh", False)
     with pytest.raises(ValueError, match="eps must be finite"):
         forward(x, *none, 3, float("nan"), None, False)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("spatial", [(5,), (3, 5), (2, 3, 2)], ids=str)
+def test_transforms_of_every_layout(spatial, last, device):
+    """Catches a question about layout that no tensor of a transform answers."""
+    x = torch.randn(2, 3, 4, *spatial, device=device)
+    x = x.movedim(2, -1).contiguous().movedim(-1, 2) if last else x
+
+    def call(image):
+        return fused_op.fused_group_norm(image, 2, activation="silu")
+
+    def total(image):
+        return loss(call(image))
+
+    expected = torch.stack([call(image) for image in x])
+    assert_same(torch.func.vmap(call)(x), expected)
+    gradients = torch.stack([torch.func.grad(total)(image) for image in x])
+    assert_same(torch.func.vmap(torch.func.grad(total))(x), gradients, rtol=1e-4, atol=1e-5)
+    found, _ = torch.func.jvp(call, (x[0],), (x[1],))
+    assert_same(found, expected[0], rtol=1e-4, atol=1e-5)

@@ -6,6 +6,7 @@ back, by the op itself where they fill their memory.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,11 +16,10 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ._arguments import as_float, as_int, check_eps, check_parameter, check_rows, check_tensor
 from ._channels_first import check_activation, in_planes, spread_out
-from ._channels_first_formula import channels_are_last
 from ._group_norm_formula import group_norm, like_layout
 from ._ops import register_fake
 from ._options import PixelActivation, compute_dtype
-from ._sizes import differ
+from ._sizes import differ, holds
 from ._variant import Variant, is_strided
 from .modules import CONVERTED, takes_original
 
@@ -98,12 +98,18 @@ def fused_group_norm(
 
 def _is_copied_by_op(input: Tensor) -> bool:
     """Whether channels are innermost and fill their memory: the op copies them to planes."""
-    return (
-        input.dim() > 2
-        and is_strided(input)
-        and channels_are_last(input)
-        and input.movedim(1, -1).is_contiguous()
-    )
+    if input.dim() < 3 or not is_strided(input) or holds(input.numel() == 0):
+        return False
+    pixels = math.prod(input.shape[2:])
+    if holds(input.shape[1] == 1) or holds(pixels == 1):  # then it is contiguous as well
+        return False
+    stride: Any = 1
+    for dim in (1, *range(input.dim() - 1, 1, -1), 0):
+        size = input.shape[dim]
+        if not (holds(input.stride(dim) == stride) or holds(size == 1)):
+            return False
+        stride = stride * size
+    return True
 
 
 class FusedGroupNorm(nn.GroupNorm):
@@ -279,8 +285,9 @@ def _fake_forward(
 
 def _empty_image(input: Tensor) -> Tensor:
     """An image as the op makes it, in the layout of the input if it has copied that to planes."""
-    image = input.new_empty(input.shape)
-    return like_layout(image, input) if _is_copied_by_op(input) else image
+    if _is_copied_by_op(input):
+        return input.new_empty(input.movedim(1, -1).shape).movedim(-1, 1)
+    return input.new_empty(input.shape)
 
 
 def _fake_backward(

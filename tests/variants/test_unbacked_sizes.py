@@ -236,3 +236,38 @@ def test_inductor(name, device):
         compiled = torch.compile(block, fullgraph=True)
         for mask in MASKS:
             check(compiled, block, call.tensors(device, BF16), mask_of(mask, device))
+
+
+def test_export_of_innermost_channels(device):
+    """Catches a question about the layout of an image whose size only the data tells."""
+
+    class Cut(torch.nn.Module):
+        def forward(self, image, rows):
+            n = rows.item()
+            torch._check(n >= 1)
+            torch._check(n <= 3)
+            return fused_op.fused_group_norm(image[:, :, :n], 2)
+
+    image = torch.randn(2, 4, 3, 5, device=device).to(memory_format=torch.channels_last)
+    given = image, torch.tensor(2)
+    for strict in (True, False):
+        exported = torch.export.export(Cut(), given, strict=strict).module()
+        assert_same(exported(*given), Cut()(*given))
+
+
+def test_the_op_with_an_unknown_number_of_channels(device):
+    """Catches strides that the compiler expects and the op does not make."""
+
+    def call(count):
+        n = count.item()
+        torch._check(n >= 1)
+        torch._check(n <= 50)
+        images = torch.arange(72 * n, device=device).float().sin().reshape(2, 6, 6, n)
+        none = (None,) * 4
+        op = torch.ops.fused_op.group_norm_forward
+        return op(images.permute(0, 3, 1, 2), *none, 1, 1e-5, None, False)[0] + 1
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(call, fullgraph=True)
+        for n in (5, 1):
+            assert_same(compiled(torch.tensor(n)), call(torch.tensor(n)), rtol=1e-5, atol=1e-6)

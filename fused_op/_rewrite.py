@@ -10,7 +10,7 @@ the same with ``h = self.p(f(…))`` before it    ``h, r = norm_add_norm(self.p,
 ``self.n(x) * (1 + s) + t``                    ``modulated_norm(self.n, x, s, t)``
 ``h = self.n(x)``; ``h = h * (1 + s) + t``     ``h = modulated_norm(self.n, x, s, t)``
 the same two without ``+ t``                   ``modulated_norm(self.n, x, s)``
-``self.a(self.n(x))``, where ``a`` is SiLU      ``activated_norm(self.n, self.a, x)``
+``self.a(self.n(x))``, where ``a`` is SiLU     ``activated_norm(self.n, self.a, x)``
 ``h = self.n(x)``; ``h = self.a(h)``           ``h = activated_norm(self.n, self.a, x)``
 =============================================  ====================================================
 
@@ -51,12 +51,14 @@ class Wanted(NamedTuple):
 
     def missing(self) -> str:
         """The words for a forward with nothing of it."""
-        forms = ["no addition comes right before a norm"] * (self.additions and bool(self.norms))
-        forms += ["no modulation comes right after a norm"] * (
-            self.modulations and bool(self.norms)
+        forms = {
+            "no addition comes right before a norm": self.norms and self.additions,
+            "no modulation comes right after a norm": self.norms and self.modulations,
+            "no SiLU comes right after a group norm": self.groups,
+        }
+        return (
+            f"{' and '.join(form for form, is_wanted in forms.items() if is_wanted)} in its forward"
         )
-        forms += ["no SiLU comes right after a group norm"] * bool(self.groups)
-        return f"{' and '.join(forms)} in its forward"
 
 
 class Found(NamedTuple):

@@ -8,6 +8,7 @@ copy for forward, a device add for backward.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -199,8 +200,25 @@ def _grouped(function: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tens
     return function(x.view(SAMPLES, x.shape[1], -1), 32, weight, bias, activation="silu")
 
 
+def _grouped_nhwc(function: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor) -> Any:
+    """The same of square images in torch.channels_last."""
+    side = math.isqrt(x.shape[0] // SAMPLES)
+    images = x.view(SAMPLES, side, side, x.shape[1]).permute(0, 3, 1, 2)
+    return function(images, 32, weight, bias, activation="silu")
+
+
 def _two_passes(x: Tensor, groups: int, weight: Tensor, bias: Tensor, activation: str) -> Tensor:
     return torch.nn.functional.silu(torch.nn.functional.group_norm(x, groups, weight, bias))
+
+
+def _group_norms(name: str, call: Callable[..., Any]) -> Variant:
+    functions = {
+        "fused_op": partial(call, fused_group_norm),
+        "torch.compile": _compiled(partial(call, reference.fused_group_norm)),
+        "eager": partial(call, _two_passes),
+    }
+    shapes = ((524288, 128), (131072, 256), (32768, 320), (8192, 640), (2048, 1280))
+    return Variant(name, functions, 1, 2, 4, 6, shapes)
 
 
 VARIANTS = (
@@ -262,16 +280,8 @@ VARIANTS = (
         "channels_first_layer_norm, 64 images",
         64, ((200704, 96), (50176, 192), (12544, 384), (3136, 768)),
     ),
-    Variant(
-        "group_norm, silu",
-        {
-            "fused_op": partial(_grouped, fused_group_norm),
-            "torch.compile": _compiled(partial(_grouped, reference.fused_group_norm)),
-            "eager": partial(_grouped, _two_passes),
-        },
-        rows=1, weights=2, forward_bytes=4, backward_bytes=6,
-        shapes=((524288, 128), (131072, 256), (32768, 320), (8192, 640), (2048, 1280)),
-    ),
+    _group_norms("group_norm, silu", _grouped),
+    _group_norms("group_norm, silu, channels last", _grouped_nhwc),
     _rope(
         "rms_norm_rope", _heads, reference.fused_rms_norm_rope, fused_rms_norm_rope,
         HEADS * HEAD, 1, 1,

@@ -324,24 +324,24 @@ void channels_first_backward(ChannelsFirstBackwardArgs& args, at::Device device)
 #endif
 }
 
-void transpose([[maybe_unused]] const TransposeArgs& args, [[maybe_unused]] at::Device device) {
+bool reads_nhwc([[maybe_unused]] const GroupNormArgs& args, [[maybe_unused]] at::Device device) {
 #ifdef FUSED_OP_WITH_CUDA
-  const c10::cuda::CUDAGuard guard(device);
-  check_launch(cuda::transpose(args, c10::cuda::getCurrentCUDAStream()), "copy");
+  return !device.is_cpu() && cuda::reads_nhwc(args);
 #else
-  fail_without_cuda();
+  return false;
 #endif
 }
 
-void group_norm_forward(const GroupNormForwardArgs& args, at::Device device) {
+void group_norm_forward(GroupNormForwardArgs& args, at::Device device) {
+  Workspace workspace(device);
   if (device.is_cpu()) {
-    Workspace workspace(device);
     const auto bytes = static_cast<std::size_t>(cpu::forward_doubles(args)) * sizeof(double);
     run_groups(args, static_cast<double*>(workspace.allocate(bytes)), loops().group_norm_forward);
     return;
   }
 #ifdef FUSED_OP_WITH_CUDA
   const c10::cuda::CUDAGuard guard(device);
+  args.workspace = workspace.allocate(cuda::group_norm_workspace(args));
   check_launch(cuda::group_norm_forward(args, c10::cuda::getCurrentCUDAStream()), "forward");
 #else
   fail_without_cuda();

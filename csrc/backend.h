@@ -11,7 +11,6 @@
 #include "core/norm_args.h"
 #include "core/post_add_pre.h"
 #include "core/quantize.h"
-#include "core/transpose.h"
 #include "core/variant.h"
 
 namespace fused_op::backend {
@@ -50,11 +49,11 @@ void channels_first_forward(const ChannelsFirstForwardArgs& args, at::Device dev
 void channels_first_backward(ChannelsFirstBackwardArgs& args, at::Device device);
 
 // The group norm of images.
-void group_norm_forward(const GroupNormForwardArgs& args, at::Device device);
-// Allocates args.workspace.
+// Whether `args` may have args.nhwc.
+bool reads_nhwc(const GroupNormArgs& args, at::Device device);
+// Both allocate args.workspace.
+void group_norm_forward(GroupNormForwardArgs& args, at::Device device);
 void group_norm_backward(GroupNormBackwardArgs& args, at::Device device);
-// Of a GPU alone.
-void transpose(const TransposeArgs& args, at::Device device);
 
 // The instruction set of the CPU's loops: "default", "avx2" or "avx512".
 const char* cpu_level();

@@ -2,11 +2,6 @@
 // a sample, and silu behind it: core/group_norm.h. fused_op/_group_norm.py is the other half.
 #include "core/group_norm.h"
 
-#include <ATen/ops/empty_strided.h>
-
-#include <utility>
-#include <vector>
-
 #include "backend.h"
 #include "checks.h"
 #include "kernel_arguments.h"
@@ -134,6 +129,12 @@ class Entries {
   at::Tensor shift_;
 };
 
+// Whether the channels of a pixel are neighbours in memory, those of a plane are not, and pixels
+// and samples follow one another.
+bool has_channels_innermost(const at::Tensor& image) {
+  return image.dim() > 2 && !image.is_contiguous() && image.movedim(1, -1).is_contiguous();
+}
+
 // What forward and backward fill in alike.
 void fill(GroupNormArgs& args, const GroupNormCall& call, const Parameters& parameters,
           const Entries& entries) {
@@ -147,70 +148,34 @@ void fill(GroupNormArgs& args, const GroupNormCall& call, const Parameters& para
   args.channel.weight = const_pointer(*parameters.weight);
   args.channel.bias = const_pointer(*parameters.bias);
   entries.fill(args.channel);
+  args.nhwc = has_channels_innermost(call.input) && backend::reads_nhwc(args, call.input.device());
 }
 
-// Whether the channels of a pixel are neighbours in memory, those of a plane are not, and pixels
-// and samples follow one another.
-bool has_channels_innermost(const at::Tensor& image) {
-  if (image.dim() < 3 || image.stride(1) != 1 || image.is_contiguous()) {
-    return false;
+// As kernels read it: planes, or pixels whose channels are neighbours (args.nhwc).
+Borrowed readable_image(const at::Tensor& image, bool nhwc) {
+  const std::uintptr_t alignment = image.is_cuda() ? kVectorBytes : image.element_size();
+  if (!nhwc) {
+    return readable_dense(image, alignment);
   }
-  std::int64_t stride = image.size(1);
-  const auto follows = [&](std::int64_t dim) {
-    const bool fits = image.size(dim) == 1 || image.stride(dim) == stride;
-    stride *= image.size(dim);
-    return fits;
-  };
-  for (std::int64_t dim = image.dim() - 1; dim > 1; --dim) {
-    if (!follows(dim)) {
-      return false;
-    }
-  }
-  return follows(0);
+  return Borrowed::owned(*readable_dense(image.movedim(1, -1), alignment));
 }
 
-// Copies an image into one of another layout: planes into neighbouring channels, or back.
-void copy_layout(const at::Tensor& from, const at::Tensor& to, bool to_planes) {
-  if (!from.is_cuda()) {
-    to.copy_(from);
-    return;
+at::Tensor empty_image(const at::Tensor& like, bool nhwc) {
+  if (!nhwc) {
+    return backend::empty(like.sizes(), like.scalar_type(), like.device());
   }
-  const std::int64_t channels = from.size(1);
-  const std::int64_t pixels = c10::multiply_integers(from.sizes().slice(2));
-  backend::transpose({.from = from.const_data_ptr(),
-                      .to = to.mutable_data_ptr(),
-                      .element_bytes = static_cast<int>(from.element_size()),
-                      .matrices = from.size(0),
-                      .rows = to_planes ? pixels : channels,
-                      .cols = to_planes ? channels : pixels},
-                     from.device());
+  const at::Tensor channels_last = like.movedim(1, -1);
+  return backend::empty(channels_last.sizes(), like.scalar_type(), like.device()).movedim(-1, 1);
 }
 
-// The planes of an image, which the GPU reads in vectors.
-Borrowed readable_image(const at::Tensor& image) {
-  if (!has_channels_innermost(image)) {
-    return readable_dense(image, image.is_cuda() ? kVectorBytes : image.element_size());
+// What a kernel has written, in the layout of `like`.
+at::Tensor in_layout_of(const at::Tensor& like, const at::Tensor& image, bool nhwc) {
+  if (!image.defined() || nhwc || !has_channels_innermost(like)) {
+    return image;
   }
-  at::Tensor planes = backend::empty(image.sizes(), image.scalar_type(), image.device());
-  copy_layout(image, planes, true);
-  return Borrowed::owned(std::move(planes));
-}
-
-// Planes that a kernel has written, as an image of the layout of `like`.
-at::Tensor in_layout_of(const at::Tensor& like, const at::Tensor& planes) {
-  if (!planes.defined() || !has_channels_innermost(like)) {
-    return planes;
-  }
-  std::vector<std::int64_t> strides(static_cast<std::size_t>(planes.dim()), 1);
-  std::int64_t stride = planes.size(1);
-  for (std::int64_t dim = planes.dim() - 1; dim > 1; --dim) {
-    strides[static_cast<std::size_t>(dim)] = stride;
-    stride *= planes.size(dim);
-  }
-  strides[0] = stride;
-  at::Tensor image = at::empty_strided(planes.sizes(), strides, planes.options());
-  copy_layout(planes, image, false);
-  return image;
+  at::Tensor channels_last = empty_image(like, true);
+  channels_last.copy_(image);
+  return channels_last;
 }
 
 std::tuple<at::Tensor, at::Tensor> group_norm_forward(
@@ -221,25 +186,24 @@ std::tuple<at::Tensor, at::Tensor> group_norm_forward(
                            bias,  scale, shift,  parse_silu(activation)};
   check_eps(kName, eps);
   check_tensors(call);
-  const at::ScalarType dtype = input.scalar_type();
-  const at::Tensor planes = backend::empty(input.sizes(), dtype, input.device());
   const at::Tensor stats = backend::empty_if(save_stats, {2, call.samples() * groups},
-                                             stats_dtype(dtype), input.device());
+                                             stats_dtype(input.scalar_type()), input.device());
   if (input.numel() == 0) {
-    return {planes, save_stats ? stats.zero_() : nothing_like(input)};
+    return {empty_image(input, false), save_stats ? stats.zero_() : nothing_like(input)};
   }
   check_call_memory(call);
-  const Borrowed readable = readable_image(input);
   const Parameters parameters(weight, bias, false, call.param_dtype());
   const Entries entries(call);
   GroupNormForwardArgs args;
   fill(args, call, parameters, entries);
+  const Borrowed readable = readable_image(input, args.nhwc);
+  const at::Tensor output = empty_image(input, args.nhwc);
   args.input = readable->const_data_ptr();
-  args.output = pointer(planes);
+  args.output = pointer(output);
   args.stats = pointer(stats);
   args.eps = eps;
   backend::group_norm_forward(args, input.device());
-  return {in_layout_of(input, planes), or_nothing(stats, input)};
+  return {in_layout_of(input, output, args.nhwc), or_nothing(stats, input)};
 }
 
 using GroupNormGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
@@ -253,11 +217,12 @@ std::array<at::Tensor, 5> run_backward(const at::Tensor& grad_output, const Grou
   const auto empty = [&](int number, at::IntArrayRef shape, at::ScalarType dtype) {
     return backend::empty_if(wanted[number], shape, dtype, input.device());
   };
-  std::array<at::Tensor, 5> grads{
-      empty(0, sizes, input.scalar_type()), empty(1, sizes.slice(1, 1), param_dtype),
-      empty(2, sizes.slice(1, 1), param_dtype), empty(3, sizes.slice(0, 2), entry_dtype),
-      empty(4, sizes.slice(0, 2), entry_dtype)};
+  std::array<at::Tensor, 5> grads{at::Tensor(), empty(1, sizes.slice(1, 1), param_dtype),
+                                  empty(2, sizes.slice(1, 1), param_dtype),
+                                  empty(3, sizes.slice(0, 2), entry_dtype),
+                                  empty(4, sizes.slice(0, 2), entry_dtype)};
   if (input.numel() == 0) {
+    grads[0] = empty(0, sizes, input.scalar_type());
     for (const at::Tensor& grad : grads) {
       if (grad.defined()) {
         grad.zero_();
@@ -265,13 +230,14 @@ std::array<at::Tensor, 5> run_backward(const at::Tensor& grad_output, const Grou
     }
     return grads;
   }
-  const Borrowed x = readable_image(input);
-  const Borrowed dy = readable_image(grad_output);
   const Borrowed dense_stats = readable_dense(stats, stats.element_size());
   const Parameters parameters(call.weight, call.bias, false, param_dtype);
   const Entries entries(call);
   GroupNormBackwardArgs args;
   fill(args, call, parameters, entries);
+  const Borrowed x = readable_image(input, args.nhwc);
+  const Borrowed dy = readable_image(grad_output, args.nhwc);
+  grads[0] = wanted[0] ? empty_image(input, args.nhwc) : at::Tensor();
   args.input = x->const_data_ptr();
   args.grad_output = dy->const_data_ptr();
   args.stats = dense_stats->const_data_ptr();
@@ -281,7 +247,7 @@ std::array<at::Tensor, 5> run_backward(const at::Tensor& grad_output, const Grou
   args.grad_scale = pointer(grads[3]);
   args.grad_shift = pointer(grads[4]);
   backend::group_norm_backward(args, input.device());
-  grads[0] = in_layout_of(input, grads[0]);
+  grads[0] = in_layout_of(input, grads[0], args.nhwc);
   return grads;
 }
 

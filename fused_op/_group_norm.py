@@ -1,7 +1,7 @@
 """GroupNorm, with a scale and a shift for each sample: ``csrc/group_norm.cpp`` is the other half.
 
-The kernels take contiguous planes. Images whose channels are innermost are copied to planes and
-back, by the op itself where they fill their memory.
+The kernels take contiguous planes, and on a GPU images whose channels are innermost and fill their
+memory. Others with innermost channels are copied to planes and back.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ._arguments import as_float, as_int, check_eps, check_parameter, check_rows, check_tensor
 from ._channels_first import check_activation, in_planes, spread_out
+from ._channels_first_formula import channels_are_last
 from ._group_norm_formula import group_norm, like_layout
 from ._ops import register_fake
 from ._options import PixelActivation, compute_dtype
@@ -45,7 +46,7 @@ def fused_group_norm(
     Args:
         input: ``[N, C]`` or ``[N, C, *spatial]``, float16, bfloat16, float32 or float64, on CPU or
             CUDA. Fast if contiguous. Where the channels are innermost in memory, as in
-            ``torch.channels_last``, it is copied to planes, and the result back.
+            ``torch.channels_last``, a CPU copies it to planes, and the result back.
         num_groups: how many groups the channels are divided into; a divisor of ``C``.
         weight: ``[C]``; ``None`` means 1. Fast in the dtype of ``input`` or, beside 16 bits,
             float32; any other of the four is converted in each call, and its gradient back.
@@ -82,22 +83,29 @@ def fused_group_norm(
     eps = as_float(_NAME, "eps", eps)
     num_groups = as_num_groups(_NAME, num_groups)
     check_activation(_NAME, activation)
-    # Traced, Inductor copies them faster.
-    is_copied = not is_dynamo_compiling() and _is_copied_by_op(input)
-    planes = input if is_copied else in_planes(input)
+    image = _in_readable_layout(input)
     options = num_groups, eps, activation
-    given, entries = spread_out(planes), [scale, shift]
-    if given is not planes:
+    given, entries = spread_out(image), [scale, shift]
+    if given is not image:
         _check_tensors(*tensors, num_groups)
         entries = [e.flatten(2) if e is not None and e.dim() > 2 else e for e in entries]
     output: Tensor = _GROUP_NORM((given, weight, bias, *entries), options)
-    if given is not planes:
+    if given is not image:
         output = output.view(input.shape)
-    return output if planes is input else like_layout(output, input)
+    return output if image is input else like_layout(output, input)
 
 
-def _is_copied_by_op(input: Tensor) -> bool:
-    """Whether channels are innermost and fill their memory: the op copies them to planes."""
+def _in_readable_layout(input: Tensor) -> Tensor:
+    """The input in a layout that the op takes as it is; ``input`` itself if it is in one."""
+    if _is_channels_last(input) and (input.is_cuda or not is_dynamo_compiling()):
+        return input  # on a CPU the op copies it; if traced, Inductor does so faster
+    if input.is_cuda and input.dim() > 2 and is_strided(input) and channels_are_last(input):
+        return input.movedim(1, -1).contiguous().movedim(-1, 1)
+    return in_planes(input)
+
+
+def _is_channels_last(input: Tensor) -> bool:
+    """Whether channels are innermost and fill their memory, which the op takes as they are."""
     if input.dim() < 3 or not is_strided(input) or holds(input.numel() == 0):
         return False
     pixels = math.prod(input.shape[2:])
@@ -284,8 +292,8 @@ def _fake_forward(
 
 
 def _empty_image(input: Tensor) -> Tensor:
-    """An image as the op makes it, in the layout of the input if it has copied that to planes."""
-    if _is_copied_by_op(input):
+    """An image as the op makes it, in the layout of the input if it has taken that as it is."""
+    if _is_channels_last(input):
         return input.new_empty(input.movedim(1, -1).shape).movedim(-1, 1)
     return input.new_empty(input.shape)
 

@@ -32,14 +32,16 @@ struct ChannelArgs {
   std::int64_t entry_stride = 0;  // of scale and shift, from sample to sample
 };
 
-// Images, and everything written, are contiguous. No dimension is empty, and channels are a
-// multiple of groups. f64 goes only with f64.
+// Images, and everything written, are contiguous, in the order [samples, channels, pixels], or
+// [samples, pixels, channels] (NHWC) where a backend has it. No dimension is empty, and channels
+// are a multiple of groups. f64 goes only with f64.
 struct GroupNormArgs {
   DType dtype = DType::kFloat32;
   std::int64_t samples = 0;
   std::int64_t channels = 0;
   std::int64_t pixels = 0;
   std::int64_t groups = 0;
+  bool nhwc = false;  // the channels of a pixel are neighbours
   bool silu = false;
   ChannelArgs channel;
 
@@ -53,6 +55,7 @@ struct GroupNormForwardArgs : GroupNormArgs {
   void* output = nullptr;
   void* stats = nullptr;  // [2, samples · groups] mean and rstd; null: not wanted
   double eps = 0;
+  void* workspace = nullptr;  // as many bytes as the backend asks for
 };
 
 struct GroupNormBackwardArgs : GroupNormArgs {

@@ -42,8 +42,14 @@
 //   group_norm_slots.cuh      how they walk over it
 //   forward_group_norm.cuh    group_norm_forward_kernel
 //   backward_group_norm.cuh   group_norm_backward_kernel, group_norm_sums_kernel
-//   transpose.h               what the launch of the next one and the kernel agree on
-//   transpose.cuh             transpose_kernel, for images whose channels are neighbours
+//   group_norm_nhwc.h, group_norm_nhwc.cuh
+//                             the same of images whose channels are neighbours
+//   forward_group_norm_nhwc.cuh
+//                             group_norm_nhwc_moments_kernel, group_norm_nhwc_channels_kernel,
+//                             group_norm_nhwc_forward_kernel
+//   backward_group_norm_nhwc.cuh
+//                             group_norm_nhwc_sums_kernel, group_norm_nhwc_gradients_kernel,
+//                             group_norm_nhwc_backward_kernel
 //   add_partials.cuh          add_partials_kernel, the last step of the parameter gradients
 //
 // Their launches, on the host:
@@ -65,15 +71,16 @@
 #include "cuda/backward_columns.cuh"
 #include "cuda/backward_few.cuh"
 #include "cuda/backward_group_norm.cuh"
+#include "cuda/backward_group_norm_nhwc.cuh"
 #include "cuda/backward_rows.cuh"
 #include "cuda/forward_channels_first.cuh"
 #include "cuda/forward_cluster.cuh"
 #include "cuda/forward_flat.cuh"
 #include "cuda/forward_group_norm.cuh"
+#include "cuda/forward_group_norm_nhwc.cuh"
 #include "cuda/forward_in_turn.cuh"
 #include "cuda/forward_post_add_pre.cuh"
 #include "cuda/forward_quantized.cuh"
 #include "cuda/forward_rows.cuh"
 #include "cuda/forward_streamed.cuh"
 #include "cuda/quantize_rows.cuh"
-#include "cuda/transpose.cuh"

@@ -13,7 +13,6 @@
 #include "core/norm_args.h"
 #include "core/post_add_pre.h"
 #include "core/quantize.h"
-#include "core/transpose.h"
 #include "core/variant.h"
 
 namespace fused_op::cuda {
@@ -36,12 +35,12 @@ cudaError_t channels_first_forward(const ChannelsFirstForwardArgs& args, cudaStr
 std::size_t channels_first_workspace(const ChannelsFirstBackwardArgs& args);
 cudaError_t channels_first_backward(const ChannelsFirstBackwardArgs& args, cudaStream_t stream);
 
-// Group norms, likewise.
+// Group norms, likewise. Whether the kernels read and write images whose channels are neighbours.
+bool reads_nhwc(const GroupNormArgs& args);
+std::size_t group_norm_workspace(const GroupNormForwardArgs& args);
 cudaError_t group_norm_forward(const GroupNormForwardArgs& args, cudaStream_t stream);
 std::size_t group_norm_workspace(const GroupNormBackwardArgs& args);
 cudaError_t group_norm_backward(const GroupNormBackwardArgs& args, cudaStream_t stream);
-// Between images whose channels are neighbours and planes.
-cudaError_t transpose(const TransposeArgs& args, cudaStream_t stream);
 
 // Bytes of scratch that norm_backward needs for these args on the current device; may be 0.
 // args.workspace is not read.

@@ -215,23 +215,44 @@ struct SlotExchange {
   }
 };
 
-// A parameter of any dtype, known at run time: there is one for many pixels.
+// A parameter of any dtype, known at run time: there is one for many pixels. It is converted only
+// by value(), so that the loads of several are not waited for one by one.
+template <typename A>
+struct LoadedParameter {
+  std::uint32_t words[sizeof(A) / 4];
+  DType dtype;
+  bool given;
+
+  __device__ __forceinline__ LoadedParameter(const void* data, DType its_dtype, std::int64_t i)
+      : dtype(its_dtype), given(data != nullptr) {
+    words[0] = 0;
+    if constexpr (sizeof(A) == 8) {
+      words[1] = 0;
+      load_if<2>(given, static_cast<const double*>(data) + i, words);
+    } else {
+      const bool single = dtype == DType::kFloat32;
+      load_if<1>(given & single, static_cast<const float*>(data) + i, words);
+      load_half_if(given & !single, static_cast<const std::uint16_t*>(data) + i, words);
+    }
+  }
+  __device__ __forceinline__ A value(float absent) const {
+    A found[1];
+    if constexpr (sizeof(A) == 8) {
+      to_values(Pack<double, 1>{{words[0], words[1]}}, found);
+    } else if (dtype == DType::kFloat32) {
+      to_values(Pack<float, 1>{{words[0]}}, found);
+    } else if (dtype == DType::kFloat16) {
+      to_values(Pack<Float16, 1>{{words[0]}}, found);
+    } else {
+      to_values(Pack<BFloat16, 1>{{words[0]}}, found);
+    }
+    return given ? found[0] : static_cast<A>(absent);
+  }
+};
 template <typename A>
 __device__ __forceinline__ A read_parameter(const void* data, DType dtype, std::int64_t i,
                                             float absent) {
-  const auto as = [&]<typename T>(T) {
-    return load_value<A>(true, static_cast<const T*>(data) + i);
-  };
-  if (data == nullptr) {
-    return static_cast<A>(absent);
-  }
-  if constexpr (sizeof(A) == 8) {
-    return as(double{});
-  } else {
-    return dtype == DType::kFloat32   ? as(float{})
-           : dtype == DType::kFloat16 ? as(Float16{})
-                                      : as(BFloat16{});
-  }
+  return LoadedParameter<A>(data, dtype, i).value(absent);
 }
 template <typename A>
 __device__ __forceinline__ void write_parameter(void* data, DType dtype, std::int64_t i, A value) {
@@ -255,11 +276,12 @@ template <typename A>
 __device__ __forceinline__ ChannelMap<A> map_of(const ChannelArgs& args, std::int64_t sample,
                                                 std::int64_t channel) {
   const std::int64_t entry = sample * args.entry_stride + channel;
-  const A scale = A(1) + read_parameter<A>(args.scale, args.entry_dtype, entry, 0);
-  const A shift = read_parameter<A>(args.shift, args.entry_dtype, entry, 0);
-  const A weight = read_parameter<A>(args.weight, args.param_dtype, channel, 1);
-  const A bias = read_parameter<A>(args.bias, args.param_dtype, channel, 0);
-  return {weight * scale, multiply_add(bias, scale, shift)};
+  const LoadedParameter<A> scale(args.scale, args.entry_dtype, entry);
+  const LoadedParameter<A> shift(args.shift, args.entry_dtype, entry);
+  const LoadedParameter<A> weight(args.weight, args.param_dtype, channel);
+  const LoadedParameter<A> bias(args.bias, args.param_dtype, channel);
+  const A factor = A(1) + scale.value(0);
+  return {weight.value(1) * factor, multiply_add(bias.value(0), factor, shift.value(0))};
 }
 
 // The maps of a group's channels. Those of the first ones are in shared memory.

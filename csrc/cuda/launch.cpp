@@ -181,9 +181,10 @@ cudaError_t channels_first_backward(const ChannelsFirstBackwardArgs& args, cudaS
   return cudaGetLastError();
 }
 
-cudaError_t transpose(const TransposeArgs& args, cudaStream_t stream) {
-  launch_transpose(args, device_info(), stream);
-  return cudaGetLastError();
+bool reads_nhwc(const GroupNormArgs& args) { return plan_group_norm_nhwc(args).has_value(); }
+
+std::size_t group_norm_workspace(const GroupNormForwardArgs& args) {
+  return static_cast<std::size_t>(group_norm_workspace_bytes(args));
 }
 
 cudaError_t group_norm_forward(const GroupNormForwardArgs& args, cudaStream_t stream) {
@@ -192,7 +193,7 @@ cudaError_t group_norm_forward(const GroupNormForwardArgs& args, cudaStream_t st
 }
 
 std::size_t group_norm_workspace(const GroupNormBackwardArgs& args) {
-  return static_cast<std::size_t>(group_norm_sums_bytes(args));
+  return static_cast<std::size_t>(group_norm_workspace_bytes(args));
 }
 
 cudaError_t group_norm_backward(const GroupNormBackwardArgs& args, cudaStream_t stream) {

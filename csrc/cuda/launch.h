@@ -9,7 +9,6 @@
 
 #include "core/norm_args.h"
 #include "core/post_add_pre.h"
-#include "core/transpose.h"
 #include "cuda/kernels.h"
 #include "cuda/plan.h"
 #include "cuda/quantized_plan.h"
@@ -35,7 +34,7 @@ enum class KernelKind {
   kChannelsFirstBackward,
   kGroupNorm,
   kGroupNormSums,
-  kTranspose,
+  kGroupNormNhwc,
 };
 
 // Packs fields into the bits of a kernel's key. Throws if a value does not fit into its bits, or
@@ -144,7 +143,6 @@ void launch_group_norm(const GroupNormForwardArgs& args, const DeviceInfo& devic
                        cudaStream_t stream);
 void launch_group_norm(const GroupNormBackwardArgs& args, const DeviceInfo& device,
                        cudaStream_t stream);
-void launch_transpose(const TransposeArgs& args, const DeviceInfo& device, cudaStream_t stream);
 
 std::size_t backward_workspace(const NormBackwardArgs& args, const Variant* variant,
                                const DeviceInfo& device);

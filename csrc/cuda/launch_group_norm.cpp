@@ -1,6 +1,7 @@
-// The launches of group norms, and of the transposition before and after them.
+// The launches of group norms.
+#include <type_traits>
+
 #include "cuda/launch.h"
-#include "cuda/transpose.h"
 
 namespace fused_op::cuda {
 namespace {
@@ -56,39 +57,117 @@ GroupNormPlan launch_groups(const Args& args, int tensors, const DeviceInfo& dev
   return plan;
 }
 
-}  // namespace
-
-void launch_group_norm(const GroupNormForwardArgs& args, const DeviceInfo& device,
-                       cudaStream_t stream) {
-  launch_groups(args, 1, device, stream);
-}
-
-void launch_group_norm(const GroupNormBackwardArgs& args, const DeviceInfo& device,
-                       cudaStream_t stream) {
-  const Kernel* const adder = args.wants_sums() ? &sums_kernel(args, device) : nullptr;
-  const int slices = launch_groups(args, 2, device, stream).steps.slots_of_plane;
-  if (adder == nullptr) {
-    return;
-  }
+// Adds up `slices` sums of each channel of each sample.
+void add_sums(const GroupNormBackwardArgs& args, int slices, const DeviceInfo& device,
+              cudaStream_t stream) {
   int lanes = 1;  // of a warp, for a sample
   while (lanes < kWarpSize && lanes < slices) {
     lanes *= 2;
   }
-  launch(*adder, {.grid = cta_grid(args.channels), .block = dim3(kGroupSumsThreads)},
+  launch(sums_kernel(args, device),
+         {.grid = cta_grid(args.channels), .block = dim3(kGroupSumsThreads)},
          {&args, &slices, &lanes}, device, stream);
 }
 
-void launch_transpose(const TransposeArgs& args, const DeviceInfo& device, cudaStream_t stream) {
-  const KernelKey key = KeyBits(KernelKind::kTranspose).add(bits(args.element_bytes), 4).key();
+// A kernel that reads images whose channels are neighbours.
+struct NhwcKernel {
+  int number;  // of the kernel, in keys
+  const char* header;
+  const char* name;
+  bool has_silu;
+};
+constexpr NhwcKernel kNhwcMoments{0, kNhwcForwardHeader, "moments", false};
+constexpr NhwcKernel kNhwcForward{1, kNhwcForwardHeader, "forward", true};
+constexpr NhwcKernel kNhwcSums{2, kNhwcBackwardHeader, "sums", true};
+constexpr NhwcKernel kNhwcBackward{3, kNhwcBackwardHeader, "backward", true};
+
+template <typename Args>
+void launch_nhwc(const NhwcKernel& which, const Args& args, const GroupNormNhwcPlan& plan,
+                 const GroupNormNhwcSteps& steps, std::int64_t shared_bytes,
+                 const DeviceInfo& device, cudaStream_t stream) {
+  const bool silu = args.silu && which.has_silu;
+  const KernelKey key = KeyBits(KernelKind::kGroupNormNhwc)
+                            .add(true, 1)
+                            .add(bits(which.number), 2)
+                            .add(bits(args.dtype), 2)
+                            .add(bits(plan.pack), 4)
+                            .add(silu, 1)
+                            .key();
   const Kernel& kernel = require_kernel(key, device, [&] {
-    const std::string word = "std::uint" + std::to_string(8 * args.element_bytes) + "_t";
-    return KernelSource{.header = kTransposeHeader,
-                        .name = "fused_op::cuda::transpose_kernel<" + word + ">"};
+    return KernelSource{.header = which.header,
+                        .name = nhwc_kernel_name(which.name, args.dtype, plan.pack, silu)};
   });
-  const std::int64_t tiles =
-      ceil_div(args.rows, kTransposeTile) * ceil_div(args.cols, kTransposeTile);
-  launch(kernel, {.grid = cta_grid(args.matrices * tiles), .block = dim3(kTransposeThreads)},
-         {&args}, device, stream);
+  kernel.allow_shared(static_cast<int>(shared_bytes), device);
+  launch(kernel,
+         {.grid = cta_grid(args.samples * steps.slabs * steps.tiles),
+          .block = dim3(static_cast<unsigned>(plan.threads)),
+          .shared_bytes = shared_bytes},
+         {&args, &steps}, device, stream);
+}
+
+// The second of the three kernels, with a CTA for each group.
+template <typename Args>
+void launch_nhwc_groups(const Args& args, int slabs, const DeviceInfo& device,
+                        cudaStream_t stream) {
+  constexpr bool kIsForward = std::is_same_v<Args, GroupNormForwardArgs>;
+  const KernelKey key = KeyBits(KernelKind::kGroupNormNhwc)
+                            .add(false, 1)
+                            .add(kIsForward, 1)
+                            .add(args.dtype == DType::kFloat64, 1)
+                            .key();
+  const Kernel& kernel = require_kernel(key, device, [&] {
+    return KernelSource{
+        .header = kIsForward ? kNhwcForwardHeader : kNhwcBackwardHeader,
+        .name = nhwc_kernel_name(kIsForward ? "channels" : "gradients", args.dtype)};
+  });
+  launch(kernel, {.grid = cta_grid(args.all_groups()), .block = dim3(kNhwcGroupThreads)},
+         {&args, &slabs}, device, stream);
+}
+
+void launch_nhwc(const GroupNormForwardArgs& args, const DeviceInfo& device, cudaStream_t stream) {
+  const GroupNormNhwcPlan plan = *plan_group_norm_nhwc(args);
+  launch_nhwc(kNhwcMoments, args, plan, plan.sums, plan.sums_shared(args.dtype, true), device,
+              stream);
+  launch_nhwc_groups(args, plan.sums.slabs, device, stream);
+  launch_nhwc(kNhwcForward, args, plan, plan.write_steps(args, true, device),
+              plan.write_shared(args.dtype, true), device, stream);
+}
+
+void launch_nhwc(const GroupNormBackwardArgs& args, const DeviceInfo& device, cudaStream_t stream) {
+  const GroupNormNhwcPlan plan = *plan_group_norm_nhwc(args);
+  launch_nhwc(kNhwcSums, args, plan, plan.sums, plan.sums_shared(args.dtype, false), device,
+              stream);
+  if (args.grad_input != nullptr) {
+    launch_nhwc_groups(args, plan.sums.slabs, device, stream);
+    launch_nhwc(kNhwcBackward, args, plan, plan.write_steps(args, false, device),
+                plan.write_shared(args.dtype, false), device, stream);
+  }
+  if (args.wants_sums()) {
+    add_sums(args, plan.sums.slabs, device, stream);
+  }
+}
+
+}  // namespace
+
+void launch_group_norm(const GroupNormForwardArgs& args, const DeviceInfo& device,
+                       cudaStream_t stream) {
+  if (args.nhwc) {
+    launch_nhwc(args, device, stream);
+  } else {
+    launch_groups(args, 1, device, stream);
+  }
+}
+
+void launch_group_norm(const GroupNormBackwardArgs& args, const DeviceInfo& device,
+                       cudaStream_t stream) {
+  if (args.nhwc) {
+    launch_nhwc(args, device, stream);
+    return;
+  }
+  const int slices = launch_groups(args, 2, device, stream).steps.slots_of_plane;
+  if (args.wants_sums()) {
+    add_sums(args, slices, device, stream);
+  }
 }
 
 }  // namespace fused_op::cuda

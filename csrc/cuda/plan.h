@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "core/channels_first.h"
@@ -18,6 +19,7 @@
 #include "cuda/channels_first.h"
 #include "cuda/device_info.h"
 #include "cuda/group_norm.h"
+#include "cuda/group_norm_nhwc.h"
 
 namespace fused_op::cuda {
 
@@ -32,9 +34,10 @@ constexpr const char* kForwardStreamedHeader = "cuda/forward_streamed.cuh";
 constexpr const char* kQuantizedHeader = "cuda/forward_quantized.cuh";
 constexpr const char* kPostAddPreHeader = "cuda/forward_post_add_pre.cuh";
 constexpr const char* kQuantizeRowsHeader = "cuda/quantize_rows.cuh";
-constexpr const char* kTransposeHeader = "cuda/transpose.cuh";
 constexpr const char* kGroupNormForwardHeader = "cuda/forward_group_norm.cuh";
 constexpr const char* kGroupNormBackwardHeader = "cuda/backward_group_norm.cuh";
+constexpr const char* kNhwcForwardHeader = "cuda/forward_group_norm_nhwc.cuh";
+constexpr const char* kNhwcBackwardHeader = "cuda/backward_group_norm_nhwc.cuh";
 constexpr const char* kChannelsFirstForwardHeader = "cuda/forward_channels_first.cuh";
 constexpr const char* kChannelsFirstBackwardHeader = "cuda/backward_channels_first.cuh";
 constexpr const char* kBackwardHeader = "cuda/backward_rows.cuh";
@@ -310,10 +313,17 @@ std::string kernel_name(const ChannelsFirstBackwardArgs& args,
 // GPUs, without room for clusters.
 GroupNormPlan plan_group_norm(const GroupNormArgs& args, int tensors, const DeviceInfo& device,
                               int most_cluster = 8);
-std::int64_t group_norm_sums_bytes(const GroupNormBackwardArgs& args);
+std::int64_t group_norm_workspace_bytes(const GroupNormForwardArgs& args);
+std::int64_t group_norm_workspace_bytes(const GroupNormBackwardArgs& args);
 std::string group_norm_kernel_name(const GroupNormArgs& args, const GroupNormPlan& plan,
                                    bool forward);
 std::string group_norm_sums_kernel_name(const GroupNormArgs& args);
+
+// Those of images whose channels are neighbours. There is none if a group is too wide for a CTA, or
+// if packs would be smaller than asynchronous copies are.
+std::optional<GroupNormNhwcPlan> plan_group_norm_nhwc(const GroupNormArgs& args);
+std::string nhwc_kernel_name(const std::string& what, DType dtype, int pack, bool silu);
+std::string nhwc_kernel_name(const std::string& what, DType dtype);  // of one that reads no image
 
 // The kernel that adds partial sums.
 std::string partials_kernel_name(const BackwardSpec& spec);

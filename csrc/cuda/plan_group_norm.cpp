@@ -108,7 +108,14 @@ GroupNormPlan plan_group_norm(const GroupNormArgs& args, int tensors, const Devi
   return plan;
 }
 
-std::int64_t group_norm_sums_bytes(const GroupNormBackwardArgs& args) {
+std::int64_t group_norm_workspace_bytes(const GroupNormForwardArgs& args) {
+  return args.nhwc ? plan_group_norm_nhwc(args)->workspace_bytes(args) : 0;
+}
+
+std::int64_t group_norm_workspace_bytes(const GroupNormBackwardArgs& args) {
+  if (args.nhwc) {
+    return plan_group_norm_nhwc(args)->workspace_bytes(args);
+  }
   const std::int64_t bytes = args.dtype == DType::kFloat64 ? 16 : 8;
   return args.wants_sums()
              ? args.samples * args.channels * shape_of(args).steps.slots_of_plane * bytes

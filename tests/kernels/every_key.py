@@ -168,9 +168,11 @@ def images(gpu: Gpu) -> int:
         for norm in run_channels_first.KINDS:
             run_channels_first.run(gpu, norm, x, weight, bias, x, silu)
         inputs = {"input": x, "weight": weight, "bias": bias}
-        for groups in (1, 3):
-            run_group_norm.run(gpu, groups, inputs, x, silu)
-        asked += 4
+        for groups, nhwc in ((1, False), (3, False), (3, True)):
+            if not nhwc or run_group_norm.reads_nhwc(x, groups):
+                run_group_norm.run(gpu, groups, inputs, x, silu, nhwc=nhwc)
+                asked += 1
+        asked += len(run_channels_first.KINDS)
     return asked
 
 

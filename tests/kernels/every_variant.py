@@ -17,6 +17,7 @@ import fused_op
 from tests.calls import outputs
 from tests.numerics.test_quantized import OPS, RULES, tensors_of
 from tests.ops import F64, Pair
+from tests.variants.group_norm import innermost
 from tests.variants.table import CALLS, Variant
 from tests.variants.test_channels_first import CASES, Case
 from tests.variants.test_channels_first import arguments as image_arguments
@@ -49,10 +50,10 @@ def calls(pair: Pair) -> Iterator[Callable[[], None]]:
         yield partial(_run_packed, cols, style, pair)
     for case, shape in itertools.product(CASES, IMAGES):
         yield partial(_run_images, Case(*case), shape, pair)
-    for (shape, groups), activation, modulated in itertools.product(
-        GROUPS, (None, "silu"), (False, True)
+    for (shape, groups), activation, modulated, last in itertools.product(
+        GROUPS, (None, "silu"), (False, True), (False, True)
     ):
-        yield partial(_run_group_norm, shape, groups, activation, modulated, pair)
+        yield partial(_run_group_norm, shape, groups, activation, modulated, last, pair)
     if pair.rows != F64:
         for op, rule, cols in itertools.product(OPS, RULES, (8, 129, 1024, 5000, 40000)):
             yield partial(_run_quantized, op, rule, cols, pair)
@@ -80,9 +81,15 @@ def _run_images(case: Case, shape: tuple[int, ...], pair: Pair) -> None:
 
 
 def _run_group_norm(
-    shape: tuple[int, ...], groups: int, activation: str | None, modulated: bool, pair: Pair
+    shape: tuple[int, ...],
+    groups: int,
+    activation: str | None,
+    modulated: bool,
+    last: bool,  # the channels are innermost
+    pair: Pair,
 ) -> None:
-    input = torch.randn(shape, device="cuda").to(pair.rows).requires_grad_()
+    input = torch.randn(shape, device="cuda").to(pair.rows)
+    input = (innermost(input) if last else input).requires_grad_()
     weight, bias = (
         torch.randn(shape[1], device="cuda").to(pair.params).requires_grad_() for _ in range(2)
     )

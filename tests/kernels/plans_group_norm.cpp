@@ -1,6 +1,8 @@
 // The rules that plans of group norms keep. Run by plans.cpp.
+#include <algorithm>
 #include <bit>
 #include <initializer_list>
+#include <optional>
 
 #include "plans.h"
 
@@ -79,6 +81,78 @@ const char* broken_rule(const GroupNormPlan& plan, const GroupNormPlan& other,
   return nullptr;
 }
 
+// The same of images whose channels are neighbours.
+const char* broken_cut(const GroupNormNhwcSteps& steps, const GroupNormArgs& args) {
+  const std::int64_t before = std::int64_t{steps.slabs - 1} * steps.slab_pixels;
+  if (steps.slabs < 1 || before >= args.pixels || before + steps.slab_pixels < args.pixels) {
+    return "a slab without a pixel, or a pixel without a slab";
+  }
+  return args.samples * steps.slabs * steps.tiles > kMostCtas ? "too many CTAs" : nullptr;
+}
+
+const char* broken_rule(const GroupNormNhwcPlan& plan, const GroupNormNhwcPlan& other,
+                        const GroupNormArgs& args, bool forward, const DeviceInfo& device) {
+  const GroupNormNhwcSteps& steps = plan.sums;
+  const int bytes = plan.pack * size_of(args.dtype);
+  if (bytes < 4 || bytes > kVectorBytes || !is_power_of_two(plan.pack) ||
+      args.channels % plan.pack != 0) {
+    return "no pack";
+  }
+  const std::int64_t tile = std::int64_t{steps.tile_groups} * steps.group_channels;
+  if (steps.group_channels != args.group_channels() || steps.groups != args.groups ||
+      std::int64_t{steps.tile_groups} * steps.tiles != args.groups ||
+      std::int64_t{steps.columns} * plan.pack != tile) {
+    return "a channel without a tile, or a tile of parts of groups";
+  }
+  if (tile * (args.dtype == DType::kFloat64 ? 8 : 4) > kNhwcMostBytes) {
+    return "a tile with too many channels";
+  }
+  if (steps.rows < 1 || steps.rows > args.pixels || plan.threads % kWarpSize != 0 ||
+      plan.threads > kNhwcThreads || steps.columns * steps.rows > plan.threads ||
+      steps.columns * steps.rows + kWarpSize <= plan.threads) {
+    return "a pack without a thread, or a warp without a pack";
+  }
+  const GroupNormNhwcSteps write = plan.write_steps(args, forward, device);
+  if (steps.slabs > kNhwcSlabs || steps.sum_slabs != steps.slabs ||
+      write.sum_slabs != steps.slabs) {
+    return "too many slabs";
+  }
+  for (const GroupNormNhwcSteps& each : {steps, write}) {
+    if (const char* const rule = broken_cut(each, args)) {
+      return rule;
+    }
+  }
+  const std::int64_t own = (args.dtype == DType::kFloat64 ? 6 : 5) << 10;
+  if (std::max(plan.sums_shared(args.dtype, forward), plan.write_shared(args.dtype, forward)) +
+          own >
+      most_dynamic_shared(device)) {
+    return "too much shared memory";
+  }
+  if (plan.pack != other.pack || steps.columns != other.sums.columns ||
+      steps.rows != other.sums.rows || steps.slab_pixels != other.sums.slab_pixels) {
+    return "the order of a sum depends on more than the shape of a sample";
+  }
+  return nullptr;
+}
+
+void walk_nhwc(const GroupNormArgs& args, const DeviceInfo& device) {
+  const std::optional<GroupNormNhwcPlan> plan = plan_group_norm_nhwc(args);
+  if (!plan) {
+    return;
+  }
+  GroupNormArgs other = args;
+  other.samples = args.samples % 7 + 1;
+  for (const bool forward : {true, false}) {
+    ++counts.walked;
+    const char* const rule =
+        broken_rule(*plan, *plan_group_norm_nhwc(other), args, forward, device);
+    if (rule != nullptr) {
+      report(rule, "group norm of channels-last images", args.all_groups(), args.group_elements(),
+             device);
+    }
+  }
+}
+
 void walk(const GroupNormArgs& args, const DeviceInfo& device) {
   GroupNormArgs other = args;
   other.samples = args.samples % 7 + 1;
@@ -123,6 +197,8 @@ void walk_group_norm() {
           args.pixels = pixels;
           walk(args, device_of(132, 227, 90));
           walk(args, device_of(46, 64, 75));
+          walk_nhwc(args, device_of(132, 227, 90));
+          walk_nhwc(args, device_of(46, 64, 75));
         }
       }
     }

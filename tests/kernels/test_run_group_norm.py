@@ -28,6 +28,7 @@ class Call:
     params: torch.dtype | None = None  # that of the input unless said
     entries: torch.dtype | None = None  # likewise
     silu: bool = False
+    nhwc: bool = False
     given: tuple[str, ...] = ALL
     wanted: tuple[str, ...] = ("input", *ALL)
     rare: bool = False  # groups that do not vary, are huge, zero, or far from zero
@@ -77,6 +78,39 @@ CALLS = [
     Call((4, 4, 72), 2, F64, rare=True),
     Call((4, 4, 72), 2, BF16, rare=True),
 ]
+# Of images whose channels are neighbours.
+NHWC = [
+    replace(call, nhwc=True)
+    for call in [
+        # Packs from one element to 16 bytes; groups within a pack, of several, and astride.
+        Call((2, 4, 5), 2),
+        Call((1, 3, 7), 1, F32),
+        Call((3, 6, 12), 3, F16, F32, silu=True),
+        Call((2, 8, 64), 4, F32, silu=True),
+        Call((1, 30, 49), 2, F32, BF16, F16),
+        Call((2, 320, 40), 32, BF16, F32, silu=True),
+        Call((1, 40, 264), 4, F16),
+        Call((1, 14, 64), 7, F64, silu=True),
+        Call((2, 96, 3), 96, F32),  # a group for each channel
+        Call((1, 1000, 9), 1, F32, silu=True),  # the largest tiles
+        # Several tiles, and slabs: the last one may have fewer pixels.
+        Call((2, 512, 70), 32, BF16, silu=True),
+        Call((1, 8, 40_001), 2, BF16, silu=True, backwards=True),
+        Call((1, 4, 30_000), 1, F64),
+        Call((70, 4, 9), 2, F32, silu=True),
+        # Absent parameters, and gradients that nobody wants.
+        Call((2, 4, 40), 2, given=()),
+        Call((2, 4, 40), 2, F32, given=("weight", "shift"), silu=True),
+        Call((2, 4, 40), 2, F32, given=("bias", "scale"), wanted=("scale", "bias")),
+        Call((2, 4, 40), 2, wanted=("input",)),
+        Call((2, 4, 40), 2, F32, wanted=("shift",), silu=True),
+        # Groups whose moments are taken again.
+        Call((4, 4, 72), 2, F32, rare=True),
+        Call((4, 4, 9000), 2, F32, rare=True, silu=True),
+        Call((4, 4, 72), 2, F64, rare=True),
+        Call((4, 4, 72), 2, BF16, rare=True),
+    ]
+]
 
 
 def place(values: Tensor) -> Tensor:
@@ -92,6 +126,7 @@ def make_inputs(call: Call) -> tuple[dict[str, Tensor], Tensor]:
         x[0, :group], x[1, :group], x[1, group:] = 0, 7, x[1, group:] + 1e6
         x[2, :group] *= 1e30 if call.dtype != F64 else 1e200
         x[2, -1, 3] = 1e30
+        x[3, 0, 0] = 1e5  # far from the others, and the first
     inputs = {"input": place(x.to(call.dtype))}
     sizes = {"weight": (channels,), "bias": (channels,)}
     chunks = torch.randn(samples, 2 * channels, generator=g).to(call.entries or call.dtype)
@@ -108,7 +143,8 @@ def make_inputs(call: Call) -> tuple[dict[str, Tensor], Tensor]:
 
 def run(call: Call, inputs: dict[str, Tensor], grad: Tensor) -> tuple[dict[str, Tensor], Gpu]:
     gpu = Gpu(call.sms, clusters=call.clusters, backwards=call.backwards)
-    found = run_group_norm.run(gpu, call.groups, inputs, grad, silu=call.silu, wanted=call.wanted)
+    options = {"silu": call.silu, "wanted": call.wanted, "nhwc": call.nhwc}
+    found = run_group_norm.run(gpu, call.groups, inputs, grad, **options)
     return found, gpu
 
 
@@ -178,7 +214,7 @@ def check_results(call: Call, inputs, grad, found) -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("call", CALLS, ids=str)
+@pytest.mark.parametrize("call", CALLS + NHWC, ids=str)
 def test_numbers(call):
     inputs, grad = make_inputs(call)
     found, _ = run(call, inputs, grad)
@@ -186,7 +222,9 @@ def test_numbers(call):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("call", [CALLS[3], CALLS[5], CALLS[10], CALLS[14], CALLS[25]], ids=str)
+@pytest.mark.parametrize(
+    "call", [CALLS[3], CALLS[5], CALLS[10], CALLS[14], CALLS[25], NHWC[5], NHWC[20]], ids=str
+)
 def test_a_group_has_the_same_bits_everywhere(call):
     """Catches sums whose order depends on the batch, on the GPU, on clusters, or on what a CTA
     keeps."""
@@ -207,8 +245,8 @@ def test_a_group_has_the_same_bits_everywhere(call):
 
 
 @needs_interpreter
-def test_a_group_beside_one_that_is_not_finite():
-    call = CALLS[24]
+@pytest.mark.parametrize("call", [CALLS[24], NHWC[19]], ids=str)
+def test_a_group_beside_one_that_is_not_finite(call):
     inputs, grad = make_inputs(replace(call, rare=False))
     alone, _ = run(call, inputs, grad)
     inputs["input"][0, 0, 3] = torch.nan

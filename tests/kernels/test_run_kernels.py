@@ -224,7 +224,8 @@ def test_every_kernel_runs():
     others = {"add_partials_kernel", "quantize_rows_kernel"}  # the latter: test_run_quantized.py
     others |= {f"channels_first_{way}_kernel" for way in ("forward", "backward")}  # have their own
     others |= {f"group_norm_{what}_kernel" for what in ("forward", "backward", "sums")}  # likewise
-    others |= {"transpose_kernel"}  # likewise
+    nhwc = ("moments", "channels", "forward", "sums", "gradients", "backward")
+    others |= {f"group_norm_nhwc_{what}_kernel" for what in nhwc}  # likewise
     ways = {(kernel, "Vectors") for kernel in kernels - others}
     ways |= {(kernel, "Words") for kernel, _ in ways if kernel not in VECTORS_ALONE}
     ways |= {("backward_kernel", "WholeWords")}

@@ -14,6 +14,7 @@ from tests.kernels.interpreter import ptx_of
 from tests.kernels.test_run_kernels import needs_interpreter
 
 GROUPS = "group_norm_{0}_kernel<fused_op::cuda::GroupNormOp<fused_op::{1}, {2}>>"
+NHWC = "group_norm_nhwc_{0}_kernel<fused_op::cuda::NhwcOp<fused_op::{1}>>"
 CHANNELS = (
     "channels_first_{0}_kernel<fused_op::cuda::ChannelsFirst{1}Op<"
     "fused_op::LayerNorm, fused_op::{2}, {3}>>"
@@ -27,6 +28,8 @@ KERNELS = {  # header: names
         GROUPS.format("backward", "BFloat16", "8, 2, true"),
         GROUPS.format("backward", "Float16", "4, 2, false"),
     ],
+    "cuda/forward_group_norm_nhwc.cuh": [NHWC.format("forward", "BFloat16, 8, true")],
+    "cuda/backward_group_norm_nhwc.cuh": [NHWC.format("backward", "Float16, 8, false")],
     "cuda/forward_channels_first.cuh": [
         CHANNELS.format("forward", "Forward", *of)
         for of in [

@@ -12,6 +12,11 @@ SMALL, GROUPS = (2, 6, 3, 4), 3
 NAMES = ("input", "weight", "bias", "scale", "shift")
 
 
+def innermost(images):
+    """The same values, with the channels innermost in memory."""
+    return images.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
 def fused(groups, activation=None, function=fused_group_norm, **options):
     """The function of its tensors, by their names."""
 

@@ -19,7 +19,6 @@
 #include "core/norm_args.h"
 #include "core/post_add_pre.h"
 #include "core/rope_variant.h"
-#include "core/transpose.h"
 #include "cuda/device_info.h"
 #include "cuda/driver.h"
 #include "cuda/fused_op_kernel.h"
@@ -412,11 +411,14 @@ const char* gpu_channels_first_backward(const fused_op::NormBackwardArgs* args, 
 const char* gpu_group_norm_forward(const fused_op::GroupNormForwardArgs* args) {
   return outcome([&] { return fused_op::cuda::group_norm_forward(*args, nullptr); });
 }
-std::int64_t gpu_group_norm_workspace(const fused_op::GroupNormBackwardArgs* args) {
+bool gpu_reads_nhwc(const fused_op::GroupNormForwardArgs* args) {
+  return fused_op::cuda::reads_nhwc(*args);
+}
+std::int64_t gpu_group_norm_forward_workspace(const fused_op::GroupNormForwardArgs* args) {
   return static_cast<std::int64_t>(fused_op::cuda::group_norm_workspace(*args));
 }
-const char* gpu_transpose(const fused_op::TransposeArgs* args) {
-  return outcome([&] { return fused_op::cuda::transpose(*args, nullptr); });
+std::int64_t gpu_group_norm_workspace(const fused_op::GroupNormBackwardArgs* args) {
+  return static_cast<std::int64_t>(fused_op::cuda::group_norm_workspace(*args));
 }
 const char* gpu_group_norm_backward(const fused_op::GroupNormBackwardArgs* args) {
   return outcome([&] { return fused_op::cuda::group_norm_backward(*args, nullptr); });

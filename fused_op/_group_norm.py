@@ -97,6 +97,9 @@ def fused_group_norm(
 
 def _in_readable_layout(input: Tensor) -> Tensor:
     """The input in a layout that the op takes as it is; ``input`` itself if it is in one."""
+    is_plain = type(input) is Tensor and not is_dynamo_compiling()
+    if is_plain and is_strided(input) and input.is_contiguous():
+        return input  # at once: what follows costs a small call a tenth of its time
     if _is_channels_last(input) and (input.is_cuda or not is_dynamo_compiling()):
         return input  # on a CPU the op copies it; if traced, Inductor does so faster
     if input.is_cuda and input.dim() > 2 and is_strided(input) and channels_are_last(input):

@@ -1,7 +1,7 @@
 """GroupNorm, with a scale and a shift for each sample: ``csrc/group_norm.cpp`` is the other half.
 
-The kernels take contiguous planes, and on a GPU images whose channels are innermost and fill their
-memory. Others with innermost channels are copied to planes and back.
+The kernels take contiguous planes, and on a GPU also images whose channels are innermost and fill
+their memory; a slice of such channels is copied once. A CPU copies both to planes and back.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _in_readable_layout(input: Tensor) -> Tensor:
     """The input in a layout that the op takes as it is; ``input`` itself if it is in one."""
     is_plain = type(input) is Tensor and not is_dynamo_compiling()
     if is_plain and is_strided(input) and input.is_contiguous():
-        return input  # at once: what follows costs a small call a tenth of its time
+        return input  # without the questions below, which a small call would feel
     if _is_channels_last(input) and (input.is_cuda or not is_dynamo_compiling()):
         return input  # on a CPU the op copies it; if traced, Inductor does so faster
     if input.is_cuda and input.dim() > 2 and is_strided(input) and channels_are_last(input):

@@ -126,7 +126,9 @@ def test_layouts(device):
     assert module(x).is_contiguous()
     last = module(x.to(memory_format=torch.channels_last))
     assert last.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(last, module(x))
+    # A GPU has kernels of their own for channels that are innermost.
+    exact = {"rtol": 0, "atol": 0} if device == "cpu" else {}
+    torch.testing.assert_close(last, module(x), **exact)
     assert module(x[:, :, 0, 0]).shape == (2, 6)
 
 
